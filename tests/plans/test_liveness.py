@@ -12,7 +12,7 @@ from gigagrad.allowances import whole_pages
 from gigagrad.errors import BudgetError
 from gigagrad.plans import estimate, lifetimes, split_stages
 from gigagrad.plans.liveness import held_by_pass
-from gigagrad.plans.schedule import make_passes
+from gigagrad.plans.stages import make_passes
 from gigagrad.stores import DiskTier, MemoryTier
 from gigagrad.stores.bricks import Bricks
 from tests.plans.networks import MIB, graph_of, kept_at_best, plan_of, problem_of, residual

@@ -21,7 +21,7 @@ import imagecodecs
 import torch
 
 from gigagrad.boxes import Box, Span, apart
-from gigagrad.execution.messages import Shape
+from gigagrad.execution.comm import Shape
 from gigagrad.execution.ordered_sum import OrderedSum
 from gigagrad.execution.overlaps import Overlap
 from gigagrad.execution.prepared import Prepared

@@ -35,7 +35,7 @@ from gigagrad.execution.tracebacks import empty_frames
 from gigagrad.graphs import FIELD_BINS, GATHER
 from gigagrad.plans import Stage, Tiles
 from gigagrad.plans.program import Allocate, Buffer, Exchange, Gather, Release, Scalars
-from gigagrad.plans.schedule import Cotangents, differentiable_reductions, last_cotangents
+from gigagrad.plans.stages import Cotangents, differentiable_reductions, last_cotangents
 from gigagrad.ranks import Ranks, SingleRank
 from gigagrad.stores import Quantised
 from gigagrad.threads import SideThreads, uninterrupted

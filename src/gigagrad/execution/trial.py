@@ -13,8 +13,7 @@ from gigagrad.execution.prepared import Prepared
 from gigagrad.execution.tile_program import PassContext, TileInputs
 from gigagrad.graphs import Node
 from gigagrad.plans import Grid, Stage
-from gigagrad.plans.schedule import differentiable_reductions
-from gigagrad.plans.stages import summed_globals
+from gigagrad.plans.stages import differentiable_reductions, summed_globals
 from gigagrad.threads import operator_threads
 
 _ROUNDS = 5

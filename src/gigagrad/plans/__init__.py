@@ -1,6 +1,6 @@
 """Make a plan of a graph and a budget: stages, tile geometry, memory, cost. Nothing here runs anything."""
 
-from gigagrad.plans.advice import WORTH_SAYING, Advice, advise
+from gigagrad.plans.advice import WORTH_SAYING, Advice, PlanAt, Point, advise, smallest_budget, trade_off
 from gigagrad.plans.check import PlanFault, check
 from gigagrad.plans.choose import make_plan
 from gigagrad.plans.cost import Costs
@@ -12,7 +12,6 @@ from gigagrad.plans.plan import EXACT, MEMORY, Amount, KeptField, Moment, Plan, 
 from gigagrad.plans.problem import Problem
 from gigagrad.plans.program import Tiles
 from gigagrad.plans.stages import Stage, levels, split_stages
-from gigagrad.plans.tradeoff import PlanAt, Point, smallest_budget, trade_off
 
 __all__ = [
     "EXACT",

@@ -22,8 +22,7 @@ from gigagrad.plans.parts import parts_of
 from gigagrad.plans.plan import Plan, StagePlan, amount_of
 from gigagrad.plans.problem import Problem
 from gigagrad.plans.program import Allocate, Exchange, Gather, Key, Release, Scalars, Step, Tiles
-from gigagrad.plans.schedule import Cotangents, last_cotangents
-from gigagrad.plans.stages import Stage, gathered, is_read, split_stages, summed_globals
+from gigagrad.plans.stages import Cotangents, Stage, gathered, is_read, last_cotangents, split_stages, summed_globals
 from gigagrad.plans.sums import how_summed, late_gradients
 
 _ALL_LOOKED_AT = 96

@@ -16,8 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from gigagrad.graphs import GATHER, Graph, lookup
-from gigagrad.plans.schedule import Cotangents, last_cotangents
-from gigagrad.plans.stages import Stage, gathered, is_read, levels, stage_for
+from gigagrad.plans.stages import Cotangents, Stage, gathered, is_read, last_cotangents, levels, stage_for
 
 _LONGEST_PIECE = 16
 """Candidates between two cuts, at most; beside that only the whole graph in one piece is considered."""

@@ -16,8 +16,7 @@ from gigagrad.plans.memory import whole_compiled_convolutions
 from gigagrad.plans.plan import Amount, RankPlan, StagePlan, amount_of, total
 from gigagrad.plans.problem import Problem
 from gigagrad.plans.program import Tiles
-from gigagrad.plans.schedule import make_passes
-from gigagrad.plans.stages import Stage, split_stages
+from gigagrad.plans.stages import Stage, make_passes, split_stages
 from gigagrad.stores import Tier
 
 _TOO_LARGE_IN_A_ROW = 3

@@ -26,9 +26,8 @@ from gigagrad.cohorts.slides import rows_of, run_job
 from gigagrad.config.predict import PredictConfig
 from gigagrad.errors import ConfigError, GigagradError, ModelError, WriteError, did_you_mean
 from gigagrad.events import Events, Listener
-from gigagrad.execution.assemble import assemble
 from gigagrad.execution.compiling import compile as compile_engine
-from gigagrad.execution.sinks import OutputField, Pieces, Sink
+from gigagrad.execution.sinks import OutputField, Pieces, Sink, assemble
 from gigagrad.images import Image, open_image, thumbnail
 from gigagrad.models import load_model
 from gigagrad.models.preprocess import check_intensities

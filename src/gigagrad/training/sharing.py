@@ -29,8 +29,8 @@ from torch import Tensor, nn
 from gigagrad.cohorts import Cohort
 from gigagrad.config.fit import FitConfig
 from gigagrad.errors import ConfigError
+from gigagrad.execution.comm import Shares, exchange
 from gigagrad.execution.engine import Engine
-from gigagrad.execution.messages import Shares, exchange
 from gigagrad.execution.model_state import Left
 from gigagrad.files import write_error
 from gigagrad.plans import Plan
