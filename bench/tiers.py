@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 import gigagrad as gg
 from gigagrad.boxes import Box
-from gigagrad.execution.calibration.tiers import disk_rates
+from gigagrad.execution.calibration import disk_rates
 from gigagrad.stores import DiskStore, Scratch
 from gigagrad.stores.scratch import cacheable_bytes
 
@@ -71,7 +71,7 @@ def bandwidth(folder: Path, nbytes: int) -> dict[str, float]:
         store = DiskStore((1, CHANNELS, side, side), torch.float32, (-2, -1), scratch=scratch, name="field")
         size = side * CROP_PX * CHANNELS * 4
         for row in rows:
-            own_writing.append(size / disk_rates(folder, size).write)
+            own_writing.append(size / disk_rates(folder, size)[0])
             start = time.perf_counter()
             for box in row:
                 store.write(box, crop)
@@ -80,7 +80,7 @@ def bandwidth(folder: Path, nbytes: int) -> dict[str, float]:
             writing.append(time.perf_counter() - start)
         os.posix_fadvise(store._file._cached.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         for row in rows:
-            own_reading.append(size / disk_rates(folder, size).read)
+            own_reading.append(size / disk_rates(folder, size)[1])
             start = time.perf_counter()
             for box in row:
                 store.read(box)

@@ -172,8 +172,8 @@ def folds_table(folds: Sequence[FoldResult]) -> Table:
 
 def rates_table(calibration: Calibration) -> Table:
     """Tabulate the rates of one thread, of its further threads, and of the tiers."""
-    machine, disk = calibration.machine, calibration.disk
-    way = "direct" if disk.direct else "through the page cache"
+    machine = calibration.machine
+    way = "direct" if calibration.direct else "through the page cache"
     rows = {
         "convolutions": f"{machine.flops_per_second / 1e9:,.0f} GFLOP/s",
         "operators, values in the cache": f"{machine.cached_bytes_per_second / 1e9:,.1f} GB/s",
@@ -182,8 +182,8 @@ def rates_table(calibration: Calibration) -> Table:
         "a further thread, a tile each": f"{machine.side_by_side_efficiency:.0%}",
         "a further thread, the same tile": f"{machine.shared_efficiency:.0%}",
         "copies in memory": f"{machine.copy_bytes_per_second / 1e9:,.1f} GB/s",
-        f"disk, write ({way})": f"{disk.write / 1e9:,.2f} GB/s",
-        f"disk, read ({way})": f"{disk.read / 1e9:,.2f} GB/s",
+        f"disk, write ({way})": f"{machine.disk_write_bytes_per_second / 1e9:,.2f} GB/s",
+        f"disk, read ({way})": f"{machine.disk_read_bytes_per_second / 1e9:,.2f} GB/s",
         "fields in files, one thread's work": f"{machine.file_bytes_per_second / 1e9:,.2f} GB/s",
         "lossless codec": f"{machine.codec_bytes_per_second / 1e9:,.2f} GB/s, {machine.codec_ratio:.2f} : 1",
     }

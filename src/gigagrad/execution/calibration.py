@@ -6,10 +6,13 @@ each other has to be taken from the clock.
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass
+from math import isqrt
 from pathlib import Path
 from typing import Any
 
@@ -18,21 +21,22 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from gigagrad.boxes import Box
 from gigagrad.devices.heap import return_freed_memory, settle_allocator
 from gigagrad.devices.machine import Machine, cache_bytes, profile_path, write_profile
+from gigagrad.errors import ConfigError
 from gigagrad.events import Events, JobAdvanced, JobFinished, JobStarted, Listener
-from gigagrad.execution.calibration.tiers import (
-    DiskRates,
-    codec_rates,
-    copy_bytes_per_second,
-    disk_rates,
-    fastest,
-    file_bytes_per_second,
-)
 from gigagrad.execution.compiling import compile
+from gigagrad.stores import Blosc, DiskStore, Scratch
+from gigagrad.stores.bricks import MOST_BYTES
+from gigagrad.stores.scratch_file import ScratchFile, page_aligned
 from gigagrad.threads import operator_threads
 
 _JOB = "calibrate"
+_BLOCK_BYTES = 8 * 2**20
+_ROUNDS = 5
+_FIELD_CHANNELS, _FIELD_TILE_PX = 32, 256
+"""Channels and tile side of a field as deep networks keep them."""
 _CHANNELS, _SIDE_PX = 64, 128
 """Channels and side of the convolution that is timed."""
 _LAYERS = 8
@@ -46,7 +50,8 @@ class Calibration:
     """The rates that were measured, and the file they are saved in."""
 
     machine: Machine
-    disk: DiskRates
+    direct: bool
+    """True where the disk was measured past the page cache."""
     seconds: float
     path: Path
 
@@ -76,14 +81,14 @@ def calibrate(*, scratch: Path = Path(), size_bytes: int = 2**28, listeners: tup
         found[name] = measure()
         return_freed_memory()
         events.emit(JobAdvanced(_JOB, number, len(parts), name))
-    disk, (codec, ratio) = found["disk"], found["codec"]
+    (write, read, direct), (codec, ratio) = found["disk"], found["codec"]
     machine = Machine(
         threads=torch.get_num_threads(),
         cache_bytes=cache_bytes(),
         calibrated=True,
         copy_bytes_per_second=found["copies"],
-        disk_write_bytes_per_second=disk.write,
-        disk_read_bytes_per_second=disk.read,
+        disk_write_bytes_per_second=write,
+        disk_read_bytes_per_second=read,
         file_bytes_per_second=found["files"],
         codec_bytes_per_second=codec,
         codec_ratio=ratio,
@@ -94,7 +99,7 @@ def calibrate(*, scratch: Path = Path(), size_bytes: int = 2**28, listeners: tup
     write_profile(path, machine)
     seconds = time.perf_counter() - start
     events.emit(JobFinished(_JOB, seconds, str(path)))
-    return Calibration(machine, disk, seconds, path)
+    return Calibration(machine, direct, seconds, path)
 
 
 def _operator_rates() -> dict[str, float]:
@@ -175,3 +180,93 @@ def _sharing() -> dict[str, float]:
         "shared_efficiency": further(alone / shared),
         "side_by_side_efficiency": further(threads * alone / beside),
     }
+
+
+def copy_bytes_per_second(size: int) -> float:
+    """Measure a copy of `size` bytes by one thread, the fastest of a few."""
+    source = torch.ones(size, dtype=torch.uint8)
+    target = torch.empty_like(source)
+    return size / fastest(lambda: target.copy_(source))
+
+
+def disk_rates(folder: Path, size: int) -> tuple[float, float, bool]:
+    """Measure how many bytes per second one thread writes and reads of a file of `size` bytes in `folder`, in large
+    blocks. The last value is True where the page cache was by-passed; where the file system cannot do that, writes are
+    flushed and reads may come from memory.
+
+    Raises `ConfigError` if the folder cannot be used, `StoreError` if the disk is full.
+    """
+    if not folder.is_dir() or not os.access(folder, os.W_OK):
+        raise ConfigError(
+            f"cannot measure the disk: {folder} is no folder that can be written; name one with --scratch"
+        )
+    offsets = range(0, size, _BLOCK_BYTES)
+    block = page_aligned(1, _BLOCK_BYTES)
+    block[:] = np.frombuffer(np.random.default_rng(0).bytes(_BLOCK_BYTES), np.uint8)
+    moved = len(offsets) * _BLOCK_BYTES
+    with closing(ScratchFile(folder / f".gigagrad-calibrate-{os.getpid()}", moved, past_cache=True)) as file:
+        start = time.perf_counter()
+        for offset in offsets:
+            file.write(memoryview(block).cast("B"), offset)
+        file.sync()
+        written = time.perf_counter()
+        for offset in offsets:
+            file.read_into(block, offset)
+        return moved / (written - start), moved / (time.perf_counter() - written), file.past_cache
+
+
+def file_bytes_per_second(folder: Path, size: int) -> float:
+    """Measure a field of about `size` bytes that is written to a file in `folder` and read again, tile by tile: bytes
+    of both per second of processor time, whichever threads spend it.
+
+    Raises `StoreError` if the folder cannot be used or the disk is full.
+    """
+    side = max(1, isqrt(size // (4 * _FIELD_CHANNELS)) // _FIELD_TILE_PX) * _FIELD_TILE_PX
+    starts = range(0, side, _FIELD_TILE_PX)
+    boxes = [Box(y, x, y + _FIELD_TILE_PX, x + _FIELD_TILE_PX) for y in starts for x in starts]
+    tile = torch.ones(1, _FIELD_CHANNELS, _FIELD_TILE_PX, _FIELD_TILE_PX)
+    scratch = Scratch(folder, _FIELD_CHANNELS * side * side * 4)
+    try:
+        shape = (1, _FIELD_CHANNELS, side, side)
+        store = DiskStore(shape, tile.dtype, (-2, -1), scratch=scratch, name="rate")
+        with closing(store), operator_threads(1):
+
+            def write_and_read() -> None:
+                for box in boxes:
+                    store.write(box, tile.clone())  # what a run hands over is new, too
+                store.flush()
+                for box in boxes:
+                    store.read(box)
+
+            return 2 * tile.nbytes * len(boxes) / fastest(write_and_read, time.process_time)
+    finally:
+        scratch.close()
+
+
+def codec_rates(size: int) -> tuple[float, float]:
+    """Measure the lossless codec on what a convolution makes, in bricks, by one thread: bytes of the field per second,
+    the slower of both directions, and bytes of the field per byte encoded.
+    """
+    codec, brick = Blosc(), MOST_BYTES
+    field = np.random.default_rng(0).standard_normal(size // 4, dtype=np.float32).view(np.uint8)
+    bricks = [field[start : start + brick] for start in range(0, field.nbytes, brick)]
+    encoded = [codec.encode(data, 4) for data in bricks]
+    out = np.empty(brick, np.uint8)
+
+    def decode() -> None:
+        for data, like in zip(encoded, bricks, strict=True):
+            codec.decode(data, out[: len(like)])
+
+    encoding, decoding = fastest(lambda: [codec.encode(data, 4) for data in bricks]), fastest(decode)
+    return field.nbytes / max(encoding, decoding), field.nbytes / sum(map(len, encoded))
+
+
+def fastest(work: Callable[[], object], clock: Callable[[], float] = time.perf_counter) -> float:
+    """Return the seconds of the fastest of a few runs, after one that warms up."""
+    work()
+    best = float("inf")
+    for _ in range(_ROUNDS):
+        start = clock()
+        work()
+        best = min(best, clock() - start)
+    return best
