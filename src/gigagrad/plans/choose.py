@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from heapq import heappop, heappush
 from itertools import islice
 
@@ -67,9 +68,15 @@ def make_plan(
     Raises:
         BudgetError: even the smallest tile does not fit; names the stage, the tile and every number.
     """
-    costs = costs or Costs(problem.graph, problem.machine, rounds=problem.rounding is not None)
+    known = costs or Costs(problem.graph, problem.machine, rounds=problem.rounding is not None)
+
+    def tiled(pixels: int) -> Plan:
+        own, of_it = problem.of(pixels), known.with_whole(pixels) if pixels else known
+        make = partial(_make_plan, memory_format=memory_format, tiles=tiles, kept=kept, costs=of_it)
+        return replace(_make_tiled(own, make, tried), whole_pixels=pixels)
+
     if tiles is not None or kept is not None:
-        return _make_tiled(problem, memory_format, tiles, kept, costs, tried, whole_pixels or 0)
+        return tiled(whole_pixels or 0)
     whole = whole_plan(problem, memory_format)
     if whole is not None and whole.predicted_seconds <= _SOON:
         tried(whole.predicted_seconds)
@@ -78,7 +85,7 @@ def make_plan(
     refusal: BudgetError | None = None
     for pixels in (0, *islice(_worth_whole(problem), _TRIED_WHOLE)):
         try:
-            found.append(_make_tiled(problem, memory_format, None, None, costs, tried, pixels))
+            found.append(tiled(pixels))
         except BudgetError as error:
             refusal = refusal or error  # in tiles alone, which is the leanest
     if not found:
@@ -103,49 +110,30 @@ def _worth_whole(problem: Problem) -> Iterator[int]:
             yield pixels
 
 
-def _make_tiled(
-    problem: Problem,
-    memory_format: str,
-    tiles: tuple[tuple[int, int], ...] | None,
-    kept: Kept | None,
-    costs: Costs,
-    tried: Tried,
-    whole_pixels: int,
-) -> Plan:
-    if whole_pixels:
-        costs = costs.with_whole(whole_pixels)
-        problem = problem.of(whole_pixels)
-        plan = _make_tiled(problem, memory_format, tiles, kept, costs, tried, 0)
-        return replace(plan, whole_pixels=whole_pixels)
+def _make_tiled(problem: Problem, make: Callable[..., Plan], tried: Tried) -> Plan:
+    """Return the plan that `make` makes of a problem; of one for several ranks the refusal, too, counts messages."""
     if problem.ranks == 1:
-        return _make_plan(problem, memory_format, tiles, kept, costs, tried)
+        return make(problem, tried=tried)
     try:
-        return _make_shared(problem, memory_format, tiles, kept, costs, tried)
+        return _make_shared(problem, partial(make, tried=tried))
     except BudgetError as error:
         if error.remedy:
             raise
         smallest = error.smallest_bytes
         for _ in range(_SHARINGS):  # it was named before messages were known
             try:
-                _make_shared(replace(problem, budget_bytes=smallest), memory_format, tiles, kept, costs)
+                _make_shared(replace(problem, budget_bytes=smallest), make)
                 break
             except BudgetError as more:
                 smallest = more.smallest_bytes
         raise error.with_smallest(smallest) from None
 
 
-def _make_shared(
-    problem: Problem,
-    memory_format: str,
-    tiles: tuple[tuple[int, int], ...] | None,
-    kept: Kept | None,
-    costs: Costs,
-    tried: Tried = lambda seconds: None,
-) -> Plan:
+def _make_shared(problem: Problem, make: Callable[..., Plan]) -> Plan:
     """Make a plan for several ranks: what they hold and send is known once there is a plan, and changes it."""
     most = RankPlan(problem.ranks, min(1.0, _LEEWAY / problem.ranks), 0, 0)
     for sharing in range(_SHARINGS):
-        plan = _make_plan(problem, memory_format, tiles, kept, costs, tried, most)
+        plan = make(problem, ranks=most)
         assert plan.ranks is not None
         found = plan.ranks
         if found.held_share <= most.held_share and found.message_bytes <= most.message_bytes:
@@ -158,11 +146,12 @@ def _make_shared(
 
 def _make_plan(
     problem: Problem,
+    *,
     memory_format: str,
     tiles: tuple[tuple[int, int], ...] | None,
     kept: Kept | None,
     costs: Costs,
-    tried: Tried,
+    tried: Tried = lambda seconds: None,
     ranks: RankPlan | None = None,
 ) -> Plan:
     graph, backward = problem.graph, problem.backward

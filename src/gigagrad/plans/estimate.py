@@ -66,32 +66,6 @@ ACTIVATION_FRAGMENTATION: Final = "freed blocks of activations"
 IMAGES: Final = "images and labels"
 FRAGMENTATION: Final = "freed blocks of tiles"
 
-WHERE_FROM: Final[Mapping[str, str]] = {
-    PROCESS: "measured before the run",
-    READERS: "what the readers may hold decoded",
-    OPTIMIZER: "what its next step will make",
-    STEP: "measured on other networks",
-    GRADIENTS: "shapes in the graph",
-    WHOLE: "liveness of whole fields in the graph",
-    WHOLE_FRAGMENTATION: "a quarter of gradients and whole fields",
-    MESSAGES: "boxes that ranks exchange",
-    COMPILED: "shapes of convolutions, at the size of a kernel",
-    WEIGHTS: "shapes in the graph, where the budget has room",
-    ALLOCATOR_CACHE: "twice what tiles take, as far as the budget has room",
-    FIELDS: "shapes in the graph",
-    COTANGENTS: "shapes in the graph",
-    OVERLAPS: "what crops share, on the lines of a part",
-    SUMS: "shapes in the graph",
-    WAITING: "crops read ahead or to be written, and what is decoded for them",
-    OUTPUT: "what its writer holds",
-    TILES: "liveness of crops",
-    FRAGMENTATION: "half of what tiles take, and more where there are many",
-    ACTIVATIONS: "liveness of tensors as PyTorch runs the model",
-    ACTIVATION_FRAGMENTATION: "half of the small ones, or of all where they come from the heap",
-    IMAGES: "their shapes",
-}
-"""The source of each number."""
-
 
 def fixed_amounts(problem: Problem, message_bytes: int = 0) -> tuple[Amount, ...]:
     """Return what no choice of tiles changes, but compiled convolutions. Messages of ranks take `message_bytes`."""
