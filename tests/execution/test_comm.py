@@ -20,10 +20,10 @@ from gigagrad.graphs import MOMENTS
 from gigagrad.plans import Tiles
 from gigagrad.plans import check as faults_of
 from gigagrad.plans.emit import shared_by
+from gigagrad.plans.partition import how_summed
 from gigagrad.plans.plan import RankPlan
 from gigagrad.plans.program import Exchange, Gather, Sum
 from gigagrad.plans.stages import summed_globals
-from gigagrad.plans.sums import how_summed
 from gigagrad.ranks import SingleRank, run_threaded
 from tests.exactness.generated import make_case
 from tests.exactness.normed import Net, dice

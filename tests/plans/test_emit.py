@@ -13,9 +13,8 @@ from torch import nn
 from gigagrad.boxes import Box
 from gigagrad.plans import Tiles, split_stages
 from gigagrad.plans.emit import near, shared_by
-from gigagrad.plans.partition import Partition
+from gigagrad.plans.partition import Partition, late_gradients
 from gigagrad.plans.program import Exchange, Gather, message_memory, messages
-from gigagrad.plans.sums import late_gradients
 from tests.plans.networks import graph_of, plan_of
 
 boxes_st = st.lists(

@@ -15,7 +15,6 @@ from gigagrad.plans import (
     Advice,
     Amount,
     KeptField,
-    Moment,
     Placement,
     Plan,
     Point,
@@ -94,19 +93,15 @@ def study_of(stages=3, fields=4, **changes):
         for i, name in enumerate(names)
     )
     moments = tuple(
-        Moment(
-            p.stage,
-            p.phase,
-            (
-                Amount(estimate.PROCESS, 560 << 20),
-                Amount(estimate.READERS, 96 << 20),
-                Amount(estimate.GRADIENTS, 300 << 20),
-                Amount(estimate.FIELDS, min(i, 6 - i) * GIB // 2),
-                Amount(estimate.COTANGENTS, GIB // 3),
-                Amount(estimate.TILES, GIB),
-            ),
+        (
+            Amount(estimate.PROCESS, 560 << 20),
+            Amount(estimate.READERS, 96 << 20),
+            Amount(estimate.GRADIENTS, 300 << 20),
+            Amount(estimate.FIELDS, min(i, 6 - i) * GIB // 2),
+            Amount(estimate.COTANGENTS, GIB // 3),
+            Amount(estimate.TILES, GIB),
         )
-        for i, p in enumerate(passes)
+        for i in range(len(passes))
     )
     points = tuple(Point(2**i * GIB, 2**i * GIB, 10000.0 / 3**i, i, i * GIB) for i in range(1, 7))
     made = PlanStudy("smp:Unet", plan, "by typical rates", found, moments, points)

@@ -13,7 +13,7 @@ from torch import nn
 
 from gigagrad.plans import estimate
 from gigagrad.plans.emit import shared_by
-from gigagrad.plans.plan import amount_of
+from gigagrad.plans.plan import amount_of, total
 from gigagrad.scaling import (
     BALANCE,
     COPIES,
@@ -121,8 +121,8 @@ def test_what_several_ranks_take_adds_up(ladder, count):
 
 def peak_bytes(plan, share):
     """With this share of the fields in every pass."""
-    held = [amount_of(moment.amounts, estimate.FIELDS, estimate.COTANGENTS) for moment in plan.moments]
-    return max(moment.total_bytes - (1 - share) * own for moment, own in zip(plan.moments, held, strict=True))
+    held = [amount_of(moment, estimate.FIELDS, estimate.COTANGENTS) for moment in plan.moments]
+    return max(total(moment) - (1 - share) * own for moment, own in zip(plan.moments, held, strict=True))
 
 
 def test_measured_seconds_take_the_place_of_predicted_ones(ladder):

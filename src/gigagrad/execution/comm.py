@@ -20,9 +20,9 @@ from gigagrad.execution.prepared import Prepared
 from gigagrad.execution.scalars import Values
 from gigagrad.graphs import Merge, merge_of
 from gigagrad.plans import Parts, Stage, Tiles
+from gigagrad.plans.partition import gradient_dtype, share_of, sum_dtype
 from gigagrad.plans.parts import before, behind
 from gigagrad.plans.program import Exchange, Gather, Sum, Transfer
-from gigagrad.plans.sums import gradient_dtype, share_of, sum_dtype
 from gigagrad.ranks import Ranks
 from gigagrad.ranks.messages import packed, unpacked
 from gigagrad.stores import Store

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 import sys
 import time
@@ -23,7 +24,7 @@ from gigagrad.execution.gradient_scale import MOST_OVERFLOWS, CotangentOverflow
 from gigagrad.execution.model_state import Left, check_independent, leave_state, stored_in
 from gigagrad.execution.planner import Planner
 from gigagrad.execution.prepared import Prepared
-from gigagrad.execution.rounding_error import RunningErrors
+from gigagrad.execution.rounding_error import average_in
 from gigagrad.execution.run import Run
 from gigagrad.execution.seeds import Seeds, drawing
 from gigagrad.execution.sinks import Handed, OutputField, Pyramid, Sink, WholeTensor
@@ -108,7 +109,8 @@ class Engine:
         self.overflows = 0
         """Number of times that cotangents in float16 have left its range; the next run begins with the scale that this
         asked for."""
-        self._errors = RunningErrors()
+        self._squared_errors: dict[str, float] = {}
+        """Squares of what `gradient_errors` tells, by the name in the graph."""
 
     @property
     def model(self) -> nn.Module:
@@ -149,8 +151,8 @@ class Engine:
         max pooling and upsampling. `last_run.gradient_error` sets the same beside the gradients of the last run.
         """
         prefix = "model."
-        found = self._errors.errors()
-        return {name.removeprefix(prefix): error for name, error in found.items() if name.startswith(prefix)}
+        found = {name: square for name, square in self._squared_errors.items() if name.startswith(prefix)}
+        return {name.removeprefix(prefix): math.sqrt(square) for name, square in found.items()}
 
     @lets_go
     def plan(self, image: Any, target: Any = None, *, machine: Machine | None = None, backward: bool = True) -> Plan:
@@ -287,14 +289,14 @@ class Engine:
 
         An engine that loads them repeats this one's arithmetic bit for bit.
         """
-        errors = self._errors.state_dict()
+        errors = dict(self._squared_errors)
         return {**self._planner.state_dict(), "overflows": self.overflows, "gradient_errors": errors}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Adopt the choices of another engine's `state_dict`, from the next run on."""
         self._planner.load_state_dict(state)
         self.overflows = state.get("overflows", 0)  # none in states of earlier versions
-        self._errors = RunningErrors(state.get("gradient_errors"))
+        self._squared_errors = dict(state.get("gradient_errors") or {})
 
     def _without_loss(self) -> Engine:
         """Return the engine for predictions of one that has a loss; its events are this one's."""
@@ -400,7 +402,7 @@ class Engine:
                 self.overflows = overflows
             self._planner.finished(prepared, run.pass_seconds)
             gradients = {prepared.graph[i].arguments["name"]: g for i, g in run.gradients.items()}
-            more["gradient_error"] = self._errors.refresh(run.rounding_errors, gradients)
+            more["gradient_error"] = average_in(self._squared_errors, run.rounding_errors, gradients)
         leave_state(self._composite, run.updates, captured)
         in_tiles = phase == "backward" and not prepared.plan.whole_pixels
         self.left = Left(self._composite, captured, run.values) if in_tiles else None

@@ -26,7 +26,7 @@ from gigagrad.devices import Device, Machine
 from gigagrad.errors import BudgetError
 from gigagrad.events import Events, Notice
 from gigagrad.execution.agreement import Agreement
-from gigagrad.execution.optimizer_state import OptimizerState
+from gigagrad.execution.model_state import OptimizerState
 from gigagrad.execution.prepared import PlanKey, Prepared, plan_key, read_plan_key, suits
 from gigagrad.execution.seeds import drawing
 from gigagrad.execution.sinks import Handed, Sink

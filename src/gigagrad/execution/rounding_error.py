@@ -2,7 +2,7 @@
 
 A stored error reaches a convolution directly, or through operators that pass it on value by value: a norm multiplies
 it, ReLU passes it or stops it. `error_gains` follows it there; a `Watch` sees the cotangents of the convolution's
-output in one tile, `RoundingErrors` adds up the norms of a run, `RunningErrors` averages over runs (docs/math.md).
+output in one tile, `RoundingErrors` adds up the norms of a run, `average_in` averages over runs (docs/math.md).
 """
 
 from __future__ import annotations
@@ -15,6 +15,9 @@ import torch
 from gigagrad.graphs import Call, Gains, Graph, Node, lookup
 from gigagrad.plans import Stage
 from gigagrad.stores.bounds import Norms, noisy_shares
+
+NEWEST = 0.1
+"""The weight of the newest run in averages."""
 
 
 def error_gains(
@@ -117,29 +120,14 @@ class RoundingErrors:
         return squares
 
 
-class RunningErrors:
-    """Exponential averages over runs: the norms drift slowly, and those of one image are not those of the next."""
-
-    NEWEST = 0.1
-    """The weight of the newest run."""
-
-    def __init__(self, squares: Mapping[str, float] | None = None) -> None:
-        self._squares = dict(squares or {})
-
-    def refresh(self, squares: Mapping[str, float], gradients: Mapping[str, torch.Tensor]) -> float:
-        """Take in one more run, `RoundingErrors.by_weight`. Returns what it is expected to have added, in all weights
-        at once, relative to their gradients.
-        """
-        for name, square in squares.items():
-            known = self._squares.get(name, square)
-            self._squares[name] = known + self.NEWEST * (square - known)
-        found = [name for name in squares if name in gradients]
-        size = math.hypot(*(gradients[name].norm().item() for name in found))
-        return math.hypot(*(math.sqrt(self._squares[name]) for name in found)) / size if size else 0.0
-
-    def errors(self) -> dict[str, float]:
-        """Return the expected 2-norm of the error of each weight's gradient, by the weight's name."""
-        return {name: math.sqrt(square) for name, square in self._squares.items()}
-
-    def state_dict(self) -> dict[str, float]:
-        return dict(self._squares)
+def average_in(known: dict[str, float], squares: Mapping[str, float], gradients: Mapping[str, torch.Tensor]) -> float:
+    """Take one more run, `RoundingErrors.by_weight`, into averages over runs: exponential ones, as the norms drift
+    slowly, and those of one image are not those of the next. Return what it is expected to have added, in all weights
+    at once, relative to their gradients.
+    """
+    for name, square in squares.items():
+        before = known.get(name, square)
+        known[name] = before + NEWEST * (square - before)
+    found = [name for name in squares if name in gradients]
+    size = math.hypot(*(gradients[name].norm().item() for name in found))
+    return math.hypot(*(math.sqrt(known[name]) for name in found)) / size if size else 0.0

@@ -22,8 +22,8 @@ from gigagrad.graphs.graph import substitute
 from gigagrad.graphs.operators import call as call_operator
 from gigagrad.plans import Stage, levels
 from gigagrad.plans.memory import passing_values
+from gigagrad.plans.partition import gradient_dtype
 from gigagrad.plans.stages import differentiable_reductions
-from gigagrad.plans.sums import gradient_dtype
 
 Values = dict[int, torch.Tensor]
 

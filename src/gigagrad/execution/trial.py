@@ -14,6 +14,7 @@ from gigagrad.execution.tile_program import PassContext, TileInputs
 from gigagrad.graphs import Node
 from gigagrad.plans import Grid, Stage
 from gigagrad.plans.stages import differentiable_reductions, summed_globals
+from gigagrad.stores import crop_shape
 from gigagrad.threads import operator_threads
 
 _ROUNDS = 5
@@ -46,9 +47,7 @@ def timed_passes(prepared: Prepared, memory_format: str) -> tuple[float, ...]:
 
 
 def _tile_seconds(prepared: Prepared, stage: Stage, backward: bool, layout: torch.memory_format) -> float:
-    graph, grid = prepared.graph, prepared.grid(stage)
-    rows, columns = grid.shape
-    tile = grid[rows // 2 * columns + columns // 2]
+    graph, tile = prepared.graph, prepared.grid(stage).middle
     generator = torch.Generator().manual_seed(0)
 
     def values(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
@@ -86,12 +85,9 @@ def _tile_seconds(prepared: Prepared, stage: Stage, backward: bool, layout: torc
     return time.perf_counter() - start
 
 
-def _crop_shape(node: Node, box: Box) -> list[int]:
+def _crop_shape(node: Node, box: Box) -> tuple[int, ...]:
     assert node.axes is not None
-    shape = list(node.shape)
-    for axis, length in zip(node.axes, box.shape, strict=True):
-        shape[axis] = length
-    return shape
+    return crop_shape(node.shape, node.axes, box)
 
 
 def faster_layout(prepared: Prepared) -> tuple[str, tuple[float, ...]]:

@@ -7,8 +7,7 @@ from gigagrad.plans.cost import Costs
 from gigagrad.plans.geometry import Grid, TileGeometry
 from gigagrad.plans.liveness import lifetimes
 from gigagrad.plans.parts import Parts
-from gigagrad.plans.placements import Placement, placements
-from gigagrad.plans.plan import EXACT, MEMORY, Amount, KeptField, Moment, Plan, StagePlan, WholeField
+from gigagrad.plans.plan import EXACT, MEMORY, Amount, KeptField, Placement, Plan, StagePlan, WholeField, placements
 from gigagrad.plans.problem import Problem
 from gigagrad.plans.program import Tiles
 from gigagrad.plans.stages import Stage, levels, split_stages
@@ -22,7 +21,6 @@ __all__ = [
     "Costs",
     "Grid",
     "KeptField",
-    "Moment",
     "Parts",
     "Placement",
     "Plan",

@@ -18,12 +18,12 @@ from gigagrad.plans.emit import shared_by
 from gigagrad.plans.geometry import Grid
 from gigagrad.plans.liveness import kept_bytes
 from gigagrad.plans.memory import tile_peak_bytes, whole_field_bytes, worst_tile
+from gigagrad.plans.partition import how_summed, late_gradients
 from gigagrad.plans.parts import parts_of
 from gigagrad.plans.plan import Plan, StagePlan, amount_of
 from gigagrad.plans.problem import Problem
 from gigagrad.plans.program import Allocate, Exchange, Gather, Key, Release, Scalars, Step, Tiles
 from gigagrad.plans.stages import Cotangents, Stage, gathered, is_read, last_cotangents, split_stages, summed_globals
-from gigagrad.plans.sums import how_summed, late_gradients
 
 _ALL_LOOKED_AT = 96
 """Most tiles along an axis whose halos are all followed; of more only those at both borders and some between are."""

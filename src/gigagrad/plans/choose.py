@@ -102,9 +102,7 @@ def _worth_whole(problem: Problem) -> Iterator[int]:
     if problem.whole is None or not problem.backward or graph.coarse_whole is None:
         return
     areas = sorted({node.size(0) * node.size(1) for node in graph.nodes if node.is_field and len(node.shape) == 4})
-    room = problem.budget_bytes
-    if room is None and problem.free_bytes is not None:
-        room = problem.free_bytes + total(problem.held)
+    room = problem.room_bytes
     for pixels in reversed([area for area in areas[:-1] if area > 1]):
         if room is None or total(fixed_amounts(problem.of(pixels))) <= _MOST_WHOLE * room:
             yield pixels

@@ -10,7 +10,7 @@ import numpy as np
 
 from gigagrad.boxes import Box
 from gigagrad.plans.liveness import buffer_bytes, holds_whole, is_replicated, lifetimes
-from gigagrad.plans.partition import Partition
+from gigagrad.plans.partition import Partition, how_summed, late_gradients, share_bytes, sum_bytes
 from gigagrad.plans.parts import joined
 from gigagrad.plans.plan import Plan, RankPlan, StagePlan
 from gigagrad.plans.problem import Problem
@@ -31,7 +31,6 @@ from gigagrad.plans.program import (
     messages,
 )
 from gigagrad.plans.stages import summed_globals
-from gigagrad.plans.sums import how_summed, late_gradients, share_bytes, sum_bytes
 
 
 def emit(

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Final
 
+from gigagrad.graphs import Graph
 from gigagrad.plans.description import describe
 from gigagrad.plans.program import Step, Tiles, Whole, from_plain, held_bytes, live, to_plain
 from gigagrad.plans.stages import Stage
@@ -117,22 +118,6 @@ class RankPlan:
     """Bytes sent by all of them in a step."""
 
 
-@dataclass(frozen=True, slots=True)
-class Moment:
-    """The memory held during one pass.
-
-    What does not depend on the pass alone is the most that its stage's passes make of it.
-    """
-
-    stage: int
-    phase: str
-    amounts: tuple[Amount, ...]
-
-    @property
-    def total_bytes(self) -> int:
-        return total(self.amounts)
-
-
 @dataclass(frozen=True)
 class Plan:
     """Everything a run will do, known before it starts. All memory in bytes, sizes in pixels.
@@ -183,20 +168,22 @@ class Plan:
         return next((step.phase for step in self.steps if isinstance(step, Whole)), None)
 
     @cached_property
-    def moments(self) -> tuple[Moment, ...]:
-        """The memory held during each pass."""
+    def moments(self) -> tuple[tuple[Amount, ...], ...]:
+        """The memory held during each pass. What does not depend on the pass alone is the most that its stage's passes
+        make of it.
+        """
         share = 1.0 if self.ranks is None else self.ranks.held_share
         found = []
         for step, buffers in live(self.steps):
             fields, cotangents = held_bytes(buffers, MEMORY, share)
             own = (Amount(FIELDS, fields), Amount(COTANGENTS, cotangents), *self.stages[step.stage].memory)
-            found.append(Moment(step.stage, step.phase, (*self.fixed, *own)))
-        return tuple(found) or (Moment(0, self.whole or "forward", self.fixed),)
+            found.append((*self.fixed, *own))
+        return tuple(found) or (self.fixed,)
 
     @property
     def memory_at_peak(self) -> tuple[Amount, ...]:
         """The amounts that add up to the peak: those held during the pass that needs most."""
-        return max(self.moments, key=lambda moment: moment.total_bytes).amounts
+        return max(self.moments, key=total)
 
     @cached_property
     def predicted_peak_bytes(self) -> int:
@@ -204,7 +191,7 @@ class Plan:
 
     def most(self, *names: str) -> int:
         """Return the bytes under these names during the pass that holds most of them."""
-        return max(amount_of(moment.amounts, *names) for moment in self.moments)
+        return max(amount_of(moment, *names) for moment in self.moments)
 
     @cached_property
     def elsewhere(self) -> tuple[Amount, ...]:
@@ -281,3 +268,63 @@ class Plan:
 
     def __str__(self) -> str:
         return str(describe(self))
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """One computed field: kept and where, or not, and how often it is computed."""
+
+    node: int
+    operator: str
+    module: str
+    shape: tuple[int, ...]
+    size_bytes: int
+    """Bytes of the whole field; where it is kept, as it is stored."""
+    tier: str | None
+    """The tier that the field is kept in; None if it is not kept."""
+    storage: str
+    """The type that its values are rounded to there."""
+    stages: tuple[int, ...]
+    """The stages that compute it."""
+    readers: tuple[int, ...]
+    """The stages that read it, if it is kept."""
+    passes: int
+    """Number of times that it is computed in one step, tile by tile."""
+
+    @property
+    def kept(self) -> bool:
+        return self.tier is not None
+
+
+def placements(graph: Graph, plan: Plan) -> tuple[Placement, ...]:
+    """Return every field that the plan's stages compute, the largest first; none where the whole image is computed at
+    once.
+    """
+    if plan.whole:
+        return ()
+    graph, kept = graph.with_whole(plan.whole_pixels), {field.node: field for field in plan.kept}
+    stages = [stage.computes for stage in plan.stages]
+    passes = [sum(p.stage == stage.index for p in plan.passes) for stage in stages]
+    computing: dict[int, list[int]] = {}
+    reading: dict[int, list[int]] = {}
+    for stage in stages:
+        for i in stage.fields:
+            computing.setdefault(i, []).append(stage.index)
+        for i in stage.reads:
+            reading.setdefault(i, []).append(stage.index)
+    found = [
+        Placement(
+            node=i,
+            operator=graph[i].op,
+            module=graph[i].origin.module_path,
+            shape=graph[i].shape,
+            size_bytes=kept[i].size_bytes if i in kept else graph[i].nbytes,
+            tier=kept[i].tier if i in kept else None,
+            storage=kept[i].storage if i in kept else EXACT,
+            stages=tuple(where),
+            readers=tuple(reading.get(i, ())),
+            passes=sum(passes[index] for index in where),
+        )
+        for i, where in computing.items()
+    ]
+    return tuple(sorted(found, key=lambda placement: (-placement.size_bytes, placement.node)))

@@ -12,7 +12,7 @@ from gigagrad.allowances import KERNEL_BYTES, MOST_COMPILED, ROOM_BYTES
 from gigagrad.devices import Machine
 from gigagrad.errors import BudgetError
 from gigagrad.graphs import Graph, WholeCost
-from gigagrad.plans.plan import Amount
+from gigagrad.plans.plan import Amount, total
 from gigagrad.plans.stages import Stage, gathered
 from gigagrad.stores import Half, MemoryTier, Quantised, Rounding, Tier
 from gigagrad.units import format_bytes
@@ -100,6 +100,13 @@ class Problem:
         image = self.graph.source("image")
         assert image is not None
         return image.shape
+
+    @property
+    def room_bytes(self) -> int | None:
+        """The most that a plan may take: the budget, or what is free. None: not known."""
+        if self.budget_bytes is None and self.free_bytes is not None:
+            return self.free_bytes + total(self.held)
+        return self.budget_bytes
 
     def of(self, whole_pixels: int) -> Problem:
         """Return the same for the graph in which fields of at most so many pixels are computed whole."""

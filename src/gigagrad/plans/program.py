@@ -62,7 +62,7 @@ class Transfer:
 
 @dataclass(frozen=True, slots=True)
 class Sum:
-    """Nodes that a pass sums, by how their sums come to all ranks. `gigagrad.plans.sums` tells why."""
+    """Nodes that a pass sums, by how their sums come to all ranks. `gigagrad.plans.partition` tells why."""
 
     whole: tuple[int, ...]
     """Each rank joins them by itself."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from gigagrad.allowances import ALLOCATOR_FRAGMENTATION, FILLED_UNSEEN_BYTES, MAPPED_BYTES
 from gigagrad.graphs import WholeCost
 from gigagrad.plans import estimate
-from gigagrad.plans.plan import Amount, Plan, total
+from gigagrad.plans.plan import Amount, Plan, amount_of, total
 from gigagrad.plans.problem import Problem
 from gigagrad.plans.program import Whole
 
@@ -18,9 +18,7 @@ def whole_plan(problem: Problem, memory_format: str) -> Plan | None:
     cost = problem.whole
     if cost is None:
         return None
-    room = problem.budget_bytes
-    if room is None and problem.free_bytes is not None:
-        room = problem.free_bytes + total(problem.held)
+    room = problem.room_bytes
     for freed_bytes in _freed_bytes(cost):
         fixed = _amounts(problem, cost, freed_bytes)
         if room is None or total(fixed) <= room:
@@ -43,7 +41,7 @@ def whole_plan(problem: Problem, memory_format: str) -> Plan | None:
 
 def is_from_heap(plan: Plan, cost: WholeCost) -> bool:
     """Say whether the plan has room for what the heap keeps of large blocks, whose pages then serve again."""
-    freed_bytes = next(amount.size_bytes for amount in plan.fixed if amount.name == estimate.ACTIVATION_FRAGMENTATION)
+    freed_bytes = amount_of(plan.fixed, estimate.ACTIVATION_FRAGMENTATION)
     return cost.largest_bytes >= MAPPED_BYTES and _is_enough_for_heap(freed_bytes, cost)
 
 

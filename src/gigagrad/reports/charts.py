@@ -295,7 +295,7 @@ def _draw_memory(ax: Axes, study: PlanStudy) -> None:
     ax.set_title("What is in memory, pass by pass", loc="left", fontsize=11)
     moments, plan = study.moments, study.plan
     edges = np.arange(len(moments) + 1) + 0.5
-    shown = [(name, [amount_of(m.amounts, *part) for m in moments], color) for name, part, color in _PARTS]
+    shown = [(name, [amount_of(moment, *part) for moment in moments], color) for name, part, color in _PARTS]
     base = np.zeros(len(moments))
     for name, sizes, color in shown:
         if any(sizes):

@@ -16,7 +16,7 @@ from rich.text import Text
 
 from gigagrad import plans
 from gigagrad.events import Events, Listener
-from gigagrad.plans import EXACT, WORTH_SAYING, Advice, Moment, Placement, Plan, Point, Problem
+from gigagrad.plans import EXACT, WORTH_SAYING, Advice, Amount, Placement, Plan, Point, Problem
 from gigagrad.plans.description import (
     COSTLY,
     GOOD,
@@ -51,7 +51,7 @@ class PlanStudy:
     rates: str
     """The rates that predict time where no tiles were timed, as in "by this machine's rates"."""
     placements: tuple[Placement, ...]
-    moments: tuple[Moment, ...]
+    moments: tuple[tuple[Amount, ...], ...]
     points: tuple[Point, ...]
     """The trade-off curve, least memory first, in the same seconds."""
     advice: tuple[Advice, ...] = ()

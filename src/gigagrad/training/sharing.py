@@ -34,7 +34,7 @@ from gigagrad.execution.engine import Engine
 from gigagrad.execution.model_state import Left
 from gigagrad.files import write_error
 from gigagrad.plans import Plan
-from gigagrad.plans.sums import share_of
+from gigagrad.plans.partition import share_of
 from gigagrad.ranks import Ranks
 from gigagrad.ranks.messages import as_bytes, copy_into, packed, unpacked
 from gigagrad.ranks.ranks import named

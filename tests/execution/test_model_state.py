@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from gigagrad.execution.optimizer_state import coming_state_bytes, usual_state_bytes
+from gigagrad.execution.model_state import coming_state_bytes, usual_state_bytes
 
 OPTIMIZERS = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.1),
