@@ -16,7 +16,7 @@ import gigagrad as gg
 from gigagrad.execution.model_state import stored_in
 from gigagrad.execution.prepared import Prepared
 from gigagrad.execution.run import Run
-from gigagrad.execution.seeds import Seeds, drawing
+from gigagrad.execution.seeds import drawing, draws_of
 from gigagrad.execution.sources import opened_sources
 from gigagrad.plans.emit import shared_by
 from gigagrad.ranks import Ranks
@@ -55,7 +55,7 @@ def outcome(run: RankRun, ranks: Ranks, journal: Path | None = None) -> tuple[st
         prepared = dataclasses.replace(prepared, plan=plan)
     with opened_sources(engine._composite, run.image, run.target) as sources:
         stored = stored_in(engine._composite, prepared.graph)
-        draws = Seeds(None).of_next_run(ranks, drawn=bool(drawing(prepared.graph)))
+        draws = draws_of(0, None, ranks, drawn=bool(drawing(prepared.graph)))
         options: dict[str, Any] = {"backward": True, "draws": draws, "ranks": ranks, "journal": journal}
         with Run(prepared, sources, stored, engine.events, **options) as step:
             step.run()

@@ -26,7 +26,7 @@ from gigagrad.execution.planner import Planner
 from gigagrad.execution.prepared import Prepared
 from gigagrad.execution.rounding_error import average_in
 from gigagrad.execution.run import Run
-from gigagrad.execution.seeds import Seeds, drawing
+from gigagrad.execution.seeds import drawing, draws_of
 from gigagrad.execution.sinks import Handed, OutputField, Pyramid, Sink, WholeTensor
 from gigagrad.execution.sources import Source, opened_sources
 from gigagrad.execution.tracebacks import lets_go, stream_lets_go
@@ -82,7 +82,7 @@ class Engine:
             raise ConfigError(f"unknown precision {precision!r}; use one of {', '.join(map(str, _PRECISIONS))}")
         self._device, self._budget_bytes = device, budget_bytes
         self._composite = LossModule(model, loss, _PRECISIONS[precision])
-        self._seeds = Seeds(seed)
+        self._seed, self._runs = seed, 0
         self.events = Events()
         self._captures = Captures(self._composite, self.events)
         self._planner = Planner(
@@ -307,7 +307,8 @@ class Engine:
 
     def _draws(self, prepared: Prepared) -> int:
         drawn = prepared.rounding is not None or bool(drawing(prepared.graph))
-        return self._seeds.of_next_run(self.ranks, drawn=drawn)
+        self._runs += 1
+        return draws_of(self._runs - 1, self._seed, self.ranks, drawn=drawn)
 
     def _one_process(self, what: str) -> None:
         if self.ranks.count > 1:

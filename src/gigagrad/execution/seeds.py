@@ -23,31 +23,22 @@ ROUNDINGS = -1
 """In the place of an operator's number: what rounds kept fields."""
 
 
-class Seeds:
-    """With `seed`, the n-th run draws what the n-th run of any other engine with it draws; without, what the first
-    rank's generator of PyTorch gives.
+def draws_of(run: int, seed: int | None, ranks: Ranks, *, drawn: bool) -> int:
+    """Return the number that a run draws from, on all ranks the same, and set their generators to the first one's. With
+    `seed`, the n-th run draws what the n-th run of any other engine with it draws; without, what the first rank's
+    generator of PyTorch gives. 0, and nothing is taken from that generator, where nothing is `drawn`.
     """
-
-    def __init__(self, seed: int | None) -> None:
-        self._seed = seed
-        self._runs = 0
-
-    def of_next_run(self, ranks: Ranks, *, drawn: bool) -> int:
-        """Return the number of the next run, on all ranks the same, and their generators are as the first one's then;
-        0, and nothing is taken from PyTorch's generator, where nothing is `drawn`.
-        """
-        if self._seed is not None:
-            self._runs += 1
-            # Any two (seed, run) pairs start apart: the multiplier is odd and larger than any number of runs.
-            number = (self._seed * 1_000_003 + self._runs - 1) % 2**63
-            return int(ranks.all_gather_object(number)[0]) if drawn else 0
-        own = None
-        if ranks.index == 0:
-            own = int(torch.randint(2**62, ())) if drawn else 0, bytes(torch.get_rng_state().numpy()).hex()
-        number, state = ranks.all_gather_object(own)[0] if ranks.count > 1 or own is None else own
-        if ranks.index:
-            torch.set_rng_state(torch.frombuffer(bytearray.fromhex(state), dtype=torch.uint8))
-        return int(number)
+    if seed is not None:
+        # Any two (seed, run) pairs start apart: the multiplier is odd and larger than any number of runs.
+        number = (seed * 1_000_003 + run) % 2**63
+        return int(ranks.all_gather_object(number)[0]) if drawn else 0
+    own = None
+    if ranks.index == 0:
+        own = int(torch.randint(2**62, ())) if drawn else 0, bytes(torch.get_rng_state().numpy()).hex()
+    number, state = ranks.all_gather_object(own)[0] if ranks.count > 1 or own is None else own
+    if ranks.index:
+        torch.set_rng_state(torch.frombuffer(bytearray.fromhex(state), dtype=torch.uint8))
+    return int(number)
 
 
 def drawing(graph: Graph) -> Mapping[int, int]:

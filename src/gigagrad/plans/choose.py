@@ -10,18 +10,15 @@ from heapq import heappop, heappush
 from itertools import islice
 
 from gigagrad.errors import BudgetError
-from gigagrad.graphs import GATHER
 from gigagrad.plans.cost import Costs
 from gigagrad.plans.cuts import Cuts
 from gigagrad.plans.emit import shared_by
 from gigagrad.plans.estimate import ABOUT_AS_FAST, fixed_amounts
-from gigagrad.plans.fit import Candidate, Fitter, Kept, peak_bytes
-from gigagrad.plans.liveness import kept_bytes
-from gigagrad.plans.plan import COTANGENTS, EXACT, FIELDS, Amount, KeptField, Plan, RankPlan, WholeField, total
+from gigagrad.plans.fit import Fitter, Kept
+from gigagrad.plans.plan import COTANGENTS, FIELDS, Amount, Plan, RankPlan, total
 from gigagrad.plans.problem import Problem
 from gigagrad.plans.stages import gathered, split_stages
 from gigagrad.plans.whole import whole_plan
-from gigagrad.stores import Tier
 
 _GOOD_ENOUGH = 1.1
 """A candidate this close to what unlimited memory would allow is taken without looking at what else could be done."""
@@ -152,25 +149,9 @@ def _make_plan(
     tried: Tried = lambda seconds: None,
     ranks: RankPlan | None = None,
 ) -> Plan:
-    graph, backward = problem.graph, problem.backward
-    chooser = _Chooser(problem, costs, tiles, tried, ranks)
+    chooser = _Chooser(problem, memory_format, costs, tiles, tried, ranks)
     best = chooser.best() if kept is None else chooser.again(kept)
-    whole = [node for node in graph.nodes if node.whole and node.op not in (GATHER, "gigagrad.item")]
-    plan = Plan(
-        image_shape=problem.image_shape,
-        device=problem.device,
-        memory_format=memory_format,
-        workers=best.workers,
-        threads=1 if best.workers > 1 else problem.machine.threads,
-        stages=tuple(replace(stage, memory=_beside_kept(stage.memory)) for stage in best.stages),
-        steps=best.passes,
-        kept=tuple(_kept_field(problem, i, problem.tier(best.kept[i])) for i in sorted(best.kept)),
-        whole_field=tuple(WholeField(node.op, node.origin.module_path, node.nbytes) for node in whole),
-        budget_bytes=problem.budget_bytes,
-        fixed=best.fixed,
-        whole_seconds=costs.whole_seconds(backward=backward, on_host=problem.device == "cpu"),
-        readers=best.readers,
-    )
+    plan = replace(best, stages=tuple(replace(stage, memory=_beside_kept(stage.memory)) for stage in best.stages))
     shared = shared_by(problem, plan, problem.ranks)
     return replace(shared, ranks=None) if ranks is None else shared
 
@@ -180,30 +161,24 @@ def _beside_kept(amounts: tuple[Amount, ...]) -> tuple[Amount, ...]:
     return tuple(amount for amount in amounts if amount.name not in (FIELDS, COTANGENTS))
 
 
-def _kept_field(problem: Problem, node_id: int, tier: Tier) -> KeptField:
-    node = problem.graph[node_id]
-    storage = str(problem.rounding) if problem.rounds(node_id, tier) else EXACT
-    nbytes = kept_bytes(problem, node_id, tier)
-    return KeptField(node_id, tier.name, node.op, node.origin.module_path, node.shape, nbytes, storage)
-
-
 class _Chooser:
-    """Looks for the fastest candidate that fits."""
+    """Looks for the fastest plan that fits."""
 
     def __init__(
         self,
         problem: Problem,
+        memory_format: str,
         costs: Costs,
         tiles: tuple[tuple[int, int], ...] | None,
         tried: Tried,
         ranks: RankPlan | None,
     ) -> None:
         self._problem, self._graph, self._costs = problem, problem.graph, costs
-        self._fitter, self._tried = Fitter(problem, costs, tiles, ranks), tried
+        self._fitter, self._tried = Fitter(problem, memory_format, costs, tiles, ranks), tried
         self._refused: dict[frozenset[tuple[int, str]], int] = {}
         """Fields by tier, and the bytes that they take without any tile."""
 
-    def best(self) -> Candidate:
+    def best(self) -> Plan:
         """Keep what is worth keeping in memory; where that does not fit, the faster of moving fields to other tiers and
         of keeping fewer. The refusal names the leanest of all candidates tried.
         """
@@ -217,8 +192,10 @@ class _Chooser:
         if wanted is not None:
             return self._better([wanted, at_once or wanted])
         moved = self._moved(selections[0])
-        if moved is not None and moved.seconds < _GOOD_ENOUGH * self._fitter.unbounded().fit(moved.kept).seconds:
-            return moved
+        if moved is not None:
+            unbounded = self._fitter.unbounded().fit({field.node: field.tier for field in moved.kept})
+            if moved.modelled_seconds < _GOOD_ENOUGH * unbounded.modelled_seconds:
+                return moved
         fewer = self._fastest(len(selections) - 1, lambda count: in_memory(selections[count]))
         order = self._order_of_dropping(selections[0])
         single = self._fastest(len(order), lambda count: in_memory(selections[0].difference(order[:count])))
@@ -230,7 +207,7 @@ class _Chooser:
             return self._closely()
         return found
 
-    def _closely(self) -> Candidate:
+    def _closely(self) -> Plan:
         """Try what was refused once more, with all shapes of tiles. Raises the `BudgetError` that asks for least: what
         asks for more without any tile is left out.
         """
@@ -251,17 +228,17 @@ class _Chooser:
     def _refuse(self, kept: Kept, least_bytes: int) -> None:
         self._refused.setdefault(frozenset(kept.items()), least_bytes)
 
-    def _better(self, candidates: list[Candidate]) -> Candidate:
+    def _better(self, candidates: list[Plan]) -> Plan:
         """Return the fastest; where memory is no matter, of those that are about as fast and as lean the simplest."""
         fastest = min(candidates, key=_seconds)
         if self._problem.budget_bytes is not None:
             return fastest
-        fast = [candidate for candidate in candidates if candidate.seconds <= ABOUT_AS_FAST * fastest.seconds]
-        leanest = min(map(peak_bytes, fast))
-        lean = [candidate for candidate in fast if peak_bytes(candidate) <= _ABOUT_AS_LEAN * leanest]
-        return min(lean, key=lambda candidate: len(candidate.stages))
+        fast = [plan for plan in candidates if plan.modelled_seconds <= ABOUT_AS_FAST * fastest.modelled_seconds]
+        leanest = min(plan.predicted_peak_bytes for plan in fast)
+        lean = [plan for plan in fast if plan.predicted_peak_bytes <= _ABOUT_AS_LEAN * leanest]
+        return min(lean, key=lambda plan: len(plan.stages))
 
-    def again(self, kept: Kept) -> Candidate:
+    def again(self, kept: Kept) -> Plan:
         """Repeat an earlier choice. Raises `BudgetError` if it does not fit, also where a tier has less room than
         before.
         """
@@ -296,7 +273,7 @@ class _Chooser:
     def _rough_seconds(self, kept: frozenset[int]) -> float:
         return sum(self._costs.usual_seconds(stage) for stage in split_stages(self._graph, kept))
 
-    def _attempt(self, kept: Kept) -> Candidate | None:
+    def _attempt(self, kept: Kept) -> Plan | None:
         budget, has_room = self._problem.budget_bytes, self._fitter.has_room(kept)
         # Where another tier has too little room, the refusal will say what memory would do instead.
         least = self._fitter.least_bytes(kept if has_room else self._fitter.in_memory(kept))
@@ -306,10 +283,10 @@ class _Chooser:
                 candidate = self._fitter.fit(kept)
         if candidate is None:
             self._refuse(kept, least)
-        self._tried(None if candidate is None else candidate.seconds)
+        self._tried(None if candidate is None else candidate.modelled_seconds)
         return candidate
 
-    def _moved(self, wanted: frozenset[int]) -> Candidate | None:
+    def _moved(self, wanted: frozenset[int]) -> Plan | None:
         """Keep all of these fields, as many in other tiers as is fastest; None if those have too little room."""
         if not any(self._problem.rooms.values()):
             return None
@@ -333,16 +310,16 @@ class _Chooser:
             rooms[placed[i]] -= needed
         return placed
 
-    def _fastest(self, most: int, keeping: Callable[[int], Kept]) -> Candidate | None:
+    def _fastest(self, most: int, keeping: Callable[[int], Kept]) -> Plan | None:
         """Find the fastest candidate that gives up 1 to `most` steps of something.
 
         Giving up more leaves room for larger tiles, and neither its memory nor its time grows steadily (halos do), so
         that no bisection finds it: all are tried, of many first some at equal distances, then those near the best.
         """
-        tried: dict[int, Candidate | None] = {}
+        tried: dict[int, Plan | None] = {}
 
         def best() -> int | None:
-            fitting = [(candidate.seconds, count) for count, candidate in tried.items() if candidate is not None]
+            fitting = [(plan.modelled_seconds, count) for count, plan in tried.items() if plan is not None]
             return min(fitting)[1] if fitting else None
 
         step = max(1, -(-most // _FIRST_LOOK))
@@ -356,8 +333,8 @@ class _Chooser:
             asked = [count for count in (centre - step, centre + step) if 0 < count <= most]
 
 
-def _seconds(candidate: Candidate) -> float:
-    return candidate.seconds
+def _seconds(plan: Plan) -> float:
+    return plan.modelled_seconds
 
 
 def _spread(selections: list[frozenset[int]]) -> list[frozenset[int]]:

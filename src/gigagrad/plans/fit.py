@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 
 from gigagrad.errors import BudgetError
+from gigagrad.graphs import GATHER
 from gigagrad.plans import estimate
 from gigagrad.plans.cost import Costs, TileCost, tile_shapes
 from gigagrad.plans.estimate import StageTiles, TileChoice
-from gigagrad.plans.liveness import held_by_pass
+from gigagrad.plans.liveness import held_by_pass, kept_bytes
 from gigagrad.plans.memory import whole_compiled_convolutions
-from gigagrad.plans.plan import Amount, RankPlan, StagePlan, amount_of, total
+from gigagrad.plans.plan import EXACT, Amount, KeptField, Plan, RankPlan, WholeField, amount_of, total
 from gigagrad.plans.problem import Problem
 from gigagrad.plans.program import Tiles
 from gigagrad.plans.stages import Stage, make_passes, split_stages
@@ -31,28 +31,22 @@ Kept = Mapping[int, str]
 """The fields kept, and the tier of each by name."""
 
 
-@dataclass(frozen=True, slots=True)
-class Candidate:
-    """A way to run all stages, and the seconds that a step takes by the cost model."""
-
-    workers: int
-    readers: int
-    kept: Kept
-    stages: tuple[StagePlan, ...]
-    passes: tuple[Tiles, ...]
-    seconds: float
-    fixed: tuple[Amount, ...]
-
-
 class Fitter:
     """Fits tiles for one problem. `tiles` forces their shapes: one for each stage, the last serves the rest. `ranks`:
-    what one of several ranks holds and sends at most.
+    what one of several ranks holds and sends at most. Plans have no buffers among their steps: their stages count what
+    is kept.
     """
 
     def __init__(
-        self, problem: Problem, costs: Costs, tiles: tuple[tuple[int, int], ...] | None, ranks: RankPlan | None = None
+        self,
+        problem: Problem,
+        memory_format: str,
+        costs: Costs,
+        tiles: tuple[tuple[int, int], ...] | None,
+        ranks: RankPlan | None = None,
     ) -> None:
-        self._problem, self._costs, self._tiles, self._ranks = problem, costs, tiles, ranks
+        self._problem, self._memory_format = problem, memory_format
+        self._costs, self._tiles, self._ranks = costs, tiles, ranks
         self._held_share = 1.0 if ranks is None else ranks.held_share
         self._fixed = estimate.fixed_amounts(problem, 0 if ranks is None else ranks.message_bytes)
         budget = problem.budget_bytes
@@ -61,7 +55,8 @@ class Fitter:
 
     def unbounded(self) -> Fitter:
         """Return a fitter for a machine with all the memory it needs."""
-        return Fitter(dataclasses.replace(self._problem, budget_bytes=None), self._costs, self._tiles, self._ranks)
+        problem = dataclasses.replace(self._problem, budget_bytes=None)
+        return Fitter(problem, self._memory_format, self._costs, self._tiles, self._ranks)
 
     def least_bytes(self, kept: Kept) -> int:
         """Count what these fields take in memory with their cotangents, without any tile: found quickly."""
@@ -89,8 +84,8 @@ class Fitter:
             self._orders[kept] = stages, passes
         return self._orders[kept]
 
-    def fit(self, kept: Kept, *, closely: bool = False) -> Candidate:
-        """Return the fastest candidate that keeps these fields in these tiers, of promising tiles; `closely`: of all.
+    def fit(self, kept: Kept, *, closely: bool = False) -> Plan:
+        """Return the fastest plan that keeps these fields in these tiers, of promising tiles; `closely`: of all.
 
         Raises `BudgetError` if there is none; only a close look finds the least budget that works.
         """
@@ -98,23 +93,23 @@ class Fitter:
         stages, passes = self._order(frozenset(kept))
         for tier in problem.tiers[1:]:
             self._check(tier, self._most_held(kept, tier), kept)
-        candidates = []
+        plans = []
         refusal: BudgetError | None = None
         for workers in dict.fromkeys((problem.machine.threads, 1)):
             try:
-                candidates.append(self._fit(kept, stages, passes, workers, closely=closely))
+                plans.append(self._fit(kept, stages, passes, workers, closely=closely))
             except BudgetError as error:
                 refusal = error  # of the last, which is the leanest
-        if not candidates:
+        if not plans:
             assert refusal is not None
             raise refusal
-        return min(candidates, key=lambda candidate: candidate.seconds)
+        return min(plans, key=lambda plan: plan.modelled_seconds)
 
     def _check(self, tier: Tier, tier_bytes: int, kept: Kept) -> None:
         """Raises BudgetError, with the memory that would do instead, if a tier has too little room."""
         if tier_bytes > self._room(tier):
-            candidate = self.unbounded().fit(self.in_memory(kept))
-            raise self._problem.tier_refusal(tier, tier_bytes, peak_bytes(candidate))
+            needed_bytes = self.unbounded().fit(self.in_memory(kept)).predicted_peak_bytes
+            raise self._problem.tier_refusal(tier, tier_bytes, needed_bytes)
 
     def _fit(
         self,
@@ -124,7 +119,7 @@ class Fitter:
         workers: int,
         *,
         closely: bool,
-    ) -> Candidate:
+    ) -> Plan:
         """Find for each stage the fastest tile that fits beside the others' needs. Raises `BudgetError` if one has
         none.
         """
@@ -145,15 +140,28 @@ class Fitter:
         fixed = (*self._fixed, Amount(estimate.COMPILED, compiled))
         all_shapes, readers = self._with_readers(all_shapes, chosen, total(fixed))
         described = tuple(shapes.describe(cost) for shapes, cost in zip(all_shapes, chosen, strict=True))
-        seconds = self._costs.whole_seconds(backward=problem.backward, on_host=problem.device == "cpu")
-        seconds += sum(shapes.seconds(cost) for shapes, cost in zip(all_shapes, chosen, strict=True))
         if chosen:
             peak = total(fixed) + max(total(stage.memory) for stage in described)
             tiles = max(amount_of(stage.memory, estimate.TILES) for stage in described)
             copies = estimate.weights(problem, stages, peak + estimate.useful_allocator_cache_bytes(tiles))
             fixed, peak = (*fixed, copies), peak + copies.size_bytes
             fixed = (*fixed, estimate.allocator_cache(problem, peak, tiles))
-        return Candidate(workers, readers, kept, described, passes, seconds, fixed)
+        whole = [node for node in problem.graph.nodes if node.whole and node.op not in (GATHER, "gigagrad.item")]
+        return Plan(
+            image_shape=problem.image_shape,
+            device=problem.device,
+            memory_format=self._memory_format,
+            workers=workers,
+            threads=1 if workers > 1 else problem.machine.threads,
+            stages=described,
+            steps=passes,
+            kept=tuple(_kept_field(problem, i, problem.tier(kept[i])) for i in sorted(kept)),
+            whole_field=tuple(WholeField(node.op, node.origin.module_path, node.nbytes) for node in whole),
+            budget_bytes=problem.budget_bytes,
+            fixed=fixed,
+            whole_seconds=self._costs.whole_seconds(backward=problem.backward, on_host=problem.device == "cpu"),
+            readers=readers,
+        )
 
     def _with_readers(
         self, all_shapes: list[StageTiles], chosen: list[TileCost], fixed_bytes: int
@@ -259,6 +267,13 @@ class Fitter:
         )
 
 
+def _kept_field(problem: Problem, node_id: int, tier: Tier) -> KeptField:
+    node = problem.graph[node_id]
+    storage = str(problem.rounding) if problem.rounds(node_id, tier) else EXACT
+    nbytes = kept_bytes(problem, node_id, tier)
+    return KeptField(node_id, tier.name, node.op, node.origin.module_path, node.shape, nbytes, storage)
+
+
 def _leanest(all_shapes: list[StageTiles], compiled_bytes: Callable[[Iterable[int]], int]) -> tuple[int, int]:
     """Return the least memory that will do, and how many kernels convolutions may then be compiled to in all.
 
@@ -321,7 +336,3 @@ def _worth(frontier: list[TileChoice], index: int) -> float:
     """Return the seconds that a step along a frontier adds for a kernel: below 0."""
     now, further = frontier[index : index + 2]
     return (further.seconds - now.seconds) / (further.compiled - now.compiled)
-
-
-def peak_bytes(candidate: Candidate) -> int:
-    return total(candidate.fixed) + max((total(stage.memory) for stage in candidate.stages), default=0)
