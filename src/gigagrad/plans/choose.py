@@ -149,9 +149,10 @@ def _make_plan(
     tried: Tried = lambda seconds: None,
     ranks: RankPlan | None = None,
 ) -> Plan:
-    chooser = _Chooser(problem, memory_format, costs, tiles, tried, ranks)
+    chooser = _Chooser(problem, costs, tiles, tried, ranks)
     best = chooser.best() if kept is None else chooser.again(kept)
-    plan = replace(best, stages=tuple(replace(stage, memory=_beside_kept(stage.memory)) for stage in best.stages))
+    stages = tuple(replace(stage, memory=_beside_kept(stage.memory)) for stage in best.stages)
+    plan = replace(best, memory_format=memory_format, stages=stages)
     shared = shared_by(problem, plan, problem.ranks)
     return replace(shared, ranks=None) if ranks is None else shared
 
@@ -167,14 +168,13 @@ class _Chooser:
     def __init__(
         self,
         problem: Problem,
-        memory_format: str,
         costs: Costs,
         tiles: tuple[tuple[int, int], ...] | None,
         tried: Tried,
         ranks: RankPlan | None,
     ) -> None:
         self._problem, self._graph, self._costs = problem, problem.graph, costs
-        self._fitter, self._tried = Fitter(problem, memory_format, costs, tiles, ranks), tried
+        self._fitter, self._tried = Fitter(problem, costs, tiles, ranks), tried
         self._refused: dict[frozenset[tuple[int, str]], int] = {}
         """Fields by tier, and the bytes that they take without any tile."""
 

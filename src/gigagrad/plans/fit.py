@@ -33,20 +33,14 @@ Kept = Mapping[int, str]
 
 class Fitter:
     """Fits tiles for one problem. `tiles` forces their shapes: one for each stage, the last serves the rest. `ranks`:
-    what one of several ranks holds and sends at most. Plans have no buffers among their steps: their stages count what
-    is kept.
+    what one of several ranks holds and sends at most. Plans have no buffers among their steps yet, so that their stages
+    count what is kept.
     """
 
     def __init__(
-        self,
-        problem: Problem,
-        memory_format: str,
-        costs: Costs,
-        tiles: tuple[tuple[int, int], ...] | None,
-        ranks: RankPlan | None = None,
+        self, problem: Problem, costs: Costs, tiles: tuple[tuple[int, int], ...] | None, ranks: RankPlan | None = None
     ) -> None:
-        self._problem, self._memory_format = problem, memory_format
-        self._costs, self._tiles, self._ranks = costs, tiles, ranks
+        self._problem, self._costs, self._tiles, self._ranks = problem, costs, tiles, ranks
         self._held_share = 1.0 if ranks is None else ranks.held_share
         self._fixed = estimate.fixed_amounts(problem, 0 if ranks is None else ranks.message_bytes)
         budget = problem.budget_bytes
@@ -55,8 +49,7 @@ class Fitter:
 
     def unbounded(self) -> Fitter:
         """Return a fitter for a machine with all the memory it needs."""
-        problem = dataclasses.replace(self._problem, budget_bytes=None)
-        return Fitter(problem, self._memory_format, self._costs, self._tiles, self._ranks)
+        return Fitter(dataclasses.replace(self._problem, budget_bytes=None), self._costs, self._tiles, self._ranks)
 
     def least_bytes(self, kept: Kept) -> int:
         """Count what these fields take in memory with their cotangents, without any tile: found quickly."""
@@ -87,12 +80,15 @@ class Fitter:
     def fit(self, kept: Kept, *, closely: bool = False) -> Plan:
         """Return the fastest plan that keeps these fields in these tiers, of promising tiles; `closely`: of all.
 
-        Raises `BudgetError` if there is none; only a close look finds the least budget that works.
+        Raises `BudgetError` if there is none; only a close look finds the least budget that works. Where another tier
+        has too little room, it names the memory that would do instead.
         """
         problem = self._problem
         stages, passes = self._order(frozenset(kept))
         for tier in problem.tiers[1:]:
-            self._check(tier, self._most_held(kept, tier), kept)
+            if (tier_bytes := self._most_held(kept, tier)) > self._room(tier):
+                needed_bytes = self.unbounded().fit(self.in_memory(kept)).predicted_peak_bytes
+                raise problem.tier_refusal(tier, tier_bytes, needed_bytes)
         plans = []
         refusal: BudgetError | None = None
         for workers in dict.fromkeys((problem.machine.threads, 1)):
@@ -104,12 +100,6 @@ class Fitter:
             assert refusal is not None
             raise refusal
         return min(plans, key=lambda plan: plan.modelled_seconds)
-
-    def _check(self, tier: Tier, tier_bytes: int, kept: Kept) -> None:
-        """Raises BudgetError, with the memory that would do instead, if a tier has too little room."""
-        if tier_bytes > self._room(tier):
-            needed_bytes = self.unbounded().fit(self.in_memory(kept)).predicted_peak_bytes
-            raise self._problem.tier_refusal(tier, tier_bytes, needed_bytes)
 
     def _fit(
         self,
@@ -150,7 +140,7 @@ class Fitter:
         return Plan(
             image_shape=problem.image_shape,
             device=problem.device,
-            memory_format=self._memory_format,
+            memory_format="contiguous",
             workers=workers,
             threads=1 if workers > 1 else problem.machine.threads,
             stages=described,
