@@ -63,7 +63,7 @@ class _Shared:
 
     def __init__(self, problem: Problem, plan: Plan) -> None:
         self.graph = problem.graph
-        self.partition = Partition(self.graph, plan.stages, plan.passes, problem.ranks)
+        self.partition = Partition(self.graph, plan, problem.ranks)
         self.kept = [field.node for field in plan.kept if not self.graph.gathers(field.node)]
         self.moved = [i for i in self.kept if self.graph[i].differentiable]
         self.sweeps = [(i, stage) for i in self.moved for stage in self.partition.adding(i)]

@@ -39,7 +39,7 @@ def exchanged(plan):
 @given(st.tuples(st.integers(9, 60), st.integers(9, 60)), st.integers(1, 12))
 def test_fields_travel_between_all_pairs_that_have_something_in_common(ladder, tile, count):
     plan = shared_by(ladder.problem, ladder.plan(tile), count)
-    partition = Partition(ladder.graph, plan.stages, plan.passes, count)
+    partition = Partition(ladder.graph, plan, count)
     graph, pairs = ladder.graph, [(a, b) for a in range(count) for b in range(count) if a != b]
     assert len(exchanged(plan)) == len(plan.passes)
     for step, ending in exchanged(plan):
@@ -63,7 +63,7 @@ def test_fields_travel_between_all_pairs_that_have_something_in_common(ladder, t
 def test_a_rank_sends_what_it_has_and_adds_up_its_own_strips(ladder, tile, count):
     """Boxes of a receiver do not overlap, but for cotangents of several parts, which come in their order."""
     plan = shared_by(ladder.problem, ladder.plan(tile), count)
-    partition = Partition(ladder.graph, plan.stages, plan.passes, count)
+    partition = Partition(ladder.graph, plan, count)
     tiles = None
     for step in plan.steps:
         if isinstance(step, Tiles):

@@ -37,7 +37,7 @@ def partition_of(graph_of, plan_for):
 
     def make(tiles, count):
         plan = plan_for(graph, tiles=tuple(tiles), kept=dict.fromkeys(kept, "memory"))
-        return Partition(graph, plan.stages, plan.passes, count), stages, kept
+        return Partition(graph, plan, count), stages, kept
 
     return make
 

@@ -84,7 +84,7 @@ def _stage_faults(problem: Problem, plan: Plan, stages: tuple[Stage, ...]) -> It
             size := kept_bytes(problem, node.id, problem.tier(field.tier)),
         ):
             yield PlanFault("kept", None, f"field {field.node} is {node.shape}, {size} bytes, in the graph")
-    if tuple(described.computes for described in plan.stages) != stages:
+    if plan.computed != stages:
         yield PlanFault("stages", None, "they are not those of the fields kept")
     for index, step in enumerate(plan.steps):
         if isinstance(step, Tiles) and not (
@@ -99,7 +99,7 @@ class _StepChecker:
     def __init__(self, problem: Problem, plan: Plan) -> None:
         self._graph, self._plan, self._backward = problem.graph, plan, problem.backward
         self._handed = problem.handed
-        self._stages = [stage.computes for stage in plan.stages]
+        self._stages = plan.computed
         self._awaited = awaited(problem.graph)
         self._made = {i for stage in self._stages for i in (*stage.kept, *stage.reductions)}
         self._finished, self._there = set[int](), set[Key]()
@@ -201,7 +201,7 @@ class _StepChecker:
 
 def _ending_faults(problem: Problem, plan: Plan) -> Iterator[PlanFault]:
     """Find a pass whose sums do not travel, or do not become numbers, right after it."""
-    wanted, graph, stages = list[tuple[object, ...]](), problem.graph, [stage.computes for stage in plan.stages]
+    wanted, graph, stages = list[tuple[object, ...]](), problem.graph, plan.computed
     several = plan.ranks is not None and plan.ranks.count > 1
     for step in plan.passes:
         stage = stages[step.stage]

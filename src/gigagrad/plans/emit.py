@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial, reduce
 
@@ -12,7 +12,7 @@ from gigagrad.boxes import Box
 from gigagrad.plans.liveness import buffer_bytes, holds_whole, is_replicated, lifetimes
 from gigagrad.plans.partition import Partition, how_summed, late_gradients, share_bytes, sum_bytes
 from gigagrad.plans.parts import joined
-from gigagrad.plans.plan import Plan, RankPlan, StagePlan
+from gigagrad.plans.plan import Plan, RankPlan
 from gigagrad.plans.problem import Problem
 from gigagrad.plans.program import (
     Allocate,
@@ -33,17 +33,9 @@ from gigagrad.plans.program import (
 from gigagrad.plans.stages import summed_globals
 
 
-def emit(
-    problem: Problem, stages: Sequence[StagePlan], passes: Sequence[Tiles], kept: Mapping[int, str], ranks: int
-) -> tuple[Step, ...]:
-    """Return the steps of these passes for so many ranks; `kept`: the fields kept, and the tier of each."""
-    return tuple(_Emitter(problem, stages, passes, kept, ranks).steps())
-
-
 def shared_by(problem: Problem, plan: Plan, ranks: int) -> Plan:
     """Return the plan for so many ranks, with what they hold and send: known of a plan only."""
-    problem, kept = problem.of(plan.whole_pixels), {field.node: field.tier for field in plan.kept}
-    steps = emit(problem, plan.stages, plan.passes, kept, ranks)
+    steps = tuple(_Emitter(problem.of(plan.whole_pixels), plan, ranks).steps())
     sent = sum(int(sum(part.sum() for part in messages(step, ranks))) for step in steps)
     most = max((message_memory(step, ranks) for step in steps), default=0)
     return replace(plan, steps=steps, ranks=RankPlan(ranks, held_share(steps), most, sent))
@@ -79,17 +71,11 @@ def _hulls(boxes: Sequence[Sequence[Box]]) -> Bytes:
 
 
 class _Emitter:
-    def __init__(
-        self,
-        problem: Problem,
-        stages: Sequence[StagePlan],
-        passes: Sequence[Tiles],
-        kept: Mapping[int, str],
-        ranks: int,
-    ) -> None:
-        self._problem, self._graph, self._kept = problem, problem.graph, kept
-        self._stages, self._passes = tuple(stage.computes for stage in stages), tuple(passes)
-        self._partition, self._ranks = Partition(problem.graph, stages, passes, ranks), range(ranks)
+    def __init__(self, problem: Problem, plan: Plan, ranks: int) -> None:
+        self._problem, self._graph = problem, problem.graph
+        self._kept = {field.node: field.tier for field in plan.kept}
+        self._stages, self._passes = plan.computed, plan.passes
+        self._partition, self._ranks = Partition(problem.graph, plan, ranks), range(ranks)
 
     def steps(self) -> Iterator[Step]:
         lives = lifetimes(self._graph, self._stages, self._passes)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Final, NamedTuple
 
@@ -113,7 +113,7 @@ class TileChoice(NamedTuple):
     cost: TileCost
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class StageTiles:
     """The tile shapes that may serve one stage, and the memory and time that its passes take with each. `held` is what
     is kept in memory during them: the fields and the cotangents of the pass in which both together are most.
@@ -178,9 +178,11 @@ class StageTiles:
             backward_seconds=self._pass_seconds(cost, "backward") if self.backward else 0.0,
         )
 
-    def read_by(self, readers: int) -> StageTiles:
-        """Return these tiles with so many readers and their crops."""
-        return replace(self, readers=readers, most_readers=readers, _counted={}, _known={})
+    def read_by(self, readers: int) -> None:
+        """Count so many readers and their crops from now on."""
+        self.readers = self.most_readers = readers
+        self._counted.clear()
+        self._known.clear()
 
     def useful_readers(self, cost: TileCost) -> int:
         """Return the number of threads that these tiles can feed."""

@@ -84,7 +84,6 @@ class Fitter:
         has too little room, it names the memory that would do instead.
         """
         problem = self._problem
-        stages, passes = self._order(frozenset(kept))
         for tier in problem.tiers[1:]:
             if (tier_bytes := self._most_held(kept, tier)) > self._room(tier):
                 needed_bytes = self.unbounded().fit(self.in_memory(kept)).predicted_peak_bytes
@@ -93,7 +92,7 @@ class Fitter:
         refusal: BudgetError | None = None
         for workers in dict.fromkeys((problem.machine.threads, 1)):
             try:
-                plans.append(self._fit(kept, stages, passes, workers, closely=closely))
+                plans.append(self._fit(kept, workers, closely=closely))
             except BudgetError as error:
                 refusal = error  # of the last, which is the leanest
         if not plans:
@@ -101,19 +100,11 @@ class Fitter:
             raise refusal
         return min(plans, key=lambda plan: plan.modelled_seconds)
 
-    def _fit(
-        self,
-        kept: Kept,
-        stages: tuple[Stage, ...],
-        passes: tuple[Tiles, ...],
-        workers: int,
-        *,
-        closely: bool,
-    ) -> Plan:
+    def _fit(self, kept: Kept, workers: int, *, closely: bool) -> Plan:
         """Find for each stage the fastest tile that fits beside the others' needs. Raises `BudgetError` if one has
         none.
         """
-        problem = self._problem
+        problem, (stages, passes) = self._problem, self._order(frozenset(kept))
         held = held_by_pass(problem, stages, passes, kept, problem.memory, self._held_share)
         all_shapes = []
         for stage in stages:
@@ -128,7 +119,7 @@ class Fitter:
             all_shapes.append(shapes)
         chosen, compiled = self._settle(all_shapes)
         fixed = (*self._fixed, Amount(estimate.COMPILED, compiled))
-        all_shapes, readers = self._with_readers(all_shapes, chosen, total(fixed))
+        readers = self._set_readers(all_shapes, chosen, total(fixed))
         described = tuple(shapes.describe(cost) for shapes, cost in zip(all_shapes, chosen, strict=True))
         if chosen:
             peak = total(fixed) + max(total(stage.memory) for stage in described)
@@ -153,18 +144,17 @@ class Fitter:
             readers=readers,
         )
 
-    def _with_readers(
-        self, all_shapes: list[StageTiles], chosen: list[TileCost], fixed_bytes: int
-    ) -> tuple[list[StageTiles], int]:
-        """Return the tiles that were chosen, read by as many threads as they can feed and the budget has room for."""
+    def _set_readers(self, all_shapes: list[StageTiles], chosen: list[TileCost], fixed_bytes: int) -> int:
+        """Have the tiles that were chosen read by as many threads as they can feed and the budget has room for."""
         budget_bytes = self._problem.budget_bytes
         pairs = list(zip(all_shapes, chosen, strict=True))
         for readers in range(max((shapes.useful_readers(cost) for shapes, cost in pairs), default=1), 0, -1):
-            read = [shapes.read_by(readers) for shapes in all_shapes]
-            peak = fixed_bytes + max((shapes.total(cost) for shapes, cost in zip(read, chosen, strict=True)), default=0)
+            for shapes in all_shapes:
+                shapes.read_by(readers)
+            peak = fixed_bytes + max((shapes.total(cost) for shapes, cost in pairs), default=0)
             if budget_bytes is None or peak <= budget_bytes:
                 break
-        return read, readers
+        return readers
 
     def _settle(self, all_shapes: list[StageTiles]) -> tuple[list[TileCost], int]:
         """Choose tiles until all that are chosen have been costed exactly: no more are than look worth it.

@@ -23,9 +23,9 @@ import torch
 from gigagrad.boxes import Box, apart, shared, without
 from gigagrad.graphs import MOMENTS, Graph, merge_of
 from gigagrad.plans.parts import Parts, parts_of
-from gigagrad.plans.plan import StagePlan
+from gigagrad.plans.plan import Plan
 from gigagrad.plans.problem import Problem
-from gigagrad.plans.program import Bytes, Sum, Tiles
+from gigagrad.plans.program import Bytes, Sum
 from gigagrad.plans.stages import Stage, is_read, summed_globals
 
 _TOLD_BYTES = 2**16
@@ -40,16 +40,15 @@ PartBox = tuple[int, Box]
 class Partition:
     """The parts of a plan, its kept fields and the cotangents of what its stages read, divided among so many ranks."""
 
-    def __init__(self, graph: Graph, stages: Sequence[StagePlan], passes: Sequence[Tiles], count: int) -> None:
+    def __init__(self, graph: Graph, plan: Plan, count: int) -> None:
         self.count = count
-        self._graph, self._described = graph, stages
-        self._stages = [stage.computes for stage in stages]
+        self._graph, self._described, self._stages = graph, plan.stages, plan.computed
         self._producers = {field: stage.index for stage in self._stages for field in stage.kept}
         self.parts, self._first_part = cache(self._find_parts), cache(self._find_first_part)
         self.held, self.written, self.read = cache(self._find_held), cache(self._find_written), cache(self._find_read)
         self.halo = cache(self._find_halo)
         """Boxes that a rank sends another one of a kept field, once it is written: by field, sender and receiver."""
-        self._differentiated = [self._stages[p.stage] for p in passes if p.phase != "forward"]
+        self._differentiated = [self._stages[p.stage] for p in plan.passes if p.phase != "forward"]
         self.adding, self._first = cache(self._find_adding), cache(self._find_first)
         self.held_cotangents = cache(self._find_held_cotangents)
         self.sums, self.overlaps = cache(self._find_sums), cache(self._find_overlaps)

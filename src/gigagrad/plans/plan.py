@@ -303,11 +303,10 @@ def placements(graph: Graph, plan: Plan) -> tuple[Placement, ...]:
     if plan.whole:
         return ()
     graph, kept = graph.with_whole(plan.whole_pixels), {field.node: field for field in plan.kept}
-    stages = [stage.computes for stage in plan.stages]
-    passes = [sum(p.stage == stage.index for p in plan.passes) for stage in stages]
+    passes = [sum(p.stage == stage.index for p in plan.passes) for stage in plan.computed]
     computing: dict[int, list[int]] = {}
     reading: dict[int, list[int]] = {}
-    for stage in stages:
+    for stage in plan.computed:
         for i in stage.fields:
             computing.setdefault(i, []).append(stage.index)
         for i in stage.reads:
