@@ -141,11 +141,7 @@ class Message(ABC):
 
 
 def exchange(ranks: Ranks, messages: Sequence[Message]) -> None:
-    """Exchange all of these at once, in their order. Raises RankError."""
-    if ranks.count == 1:
-        for message in messages:
-            message.take({})
-        return
+    """Exchange all of these of several ranks at once, in their order. Raises RankError."""
     sent = {rank: packed(tensor for message in messages for tensor in message.sent(rank)) for rank in ranks.others}
     coming = {rank: [message.coming(rank) for message in messages] for rank in ranks.others}
     sizes = {rank: sum(_nbytes(shape) for of in shapes for shape in of) for rank, shapes in coming.items()}
@@ -222,8 +218,7 @@ class Sums(Message):
         sum, by node; `empty`: where all are joined.
         """
         self._rank, self._count = ranks.index, ranks.count
-        self._parts, self._shapes, self._empty, self._device = parts, shapes, empty, device
-        self._cut = cut if ranks.count > 1 else ()
+        self._parts, self._shapes, self._cut, self._empty, self._device = parts, shapes, cut, empty, device
         self._own = [(part, {key: self._flat(key, values.pop(key)) for key in tuple(values)}) for part, values in own]
         self.total: Values = {}
 
@@ -299,7 +294,7 @@ class Shares(Message):
                     self._shares[key] if rank == self._rank else came[rank][number].to(self._device)
                     for rank in range(self._count)
                 ]
-                self.whole[key] = torch.cat(shares).view(shape) if self._count > 1 else shares[0]
+                self.whole[key] = torch.cat(shares).view(shape)
 
 
 def _length(share: slice) -> int:
