@@ -19,7 +19,7 @@ from gigagrad.devices import Machine
 from gigagrad.errors import StoreError
 from gigagrad.files import HOST
 from gigagrad.stores import Blosc, DiskStore, DiskTier, PlannedDiskTier, Scratch
-from gigagrad.stores.bricks import Bricks
+from gigagrad.stores.disk import Bricks
 
 
 def past_the_cache(monkeypatch):

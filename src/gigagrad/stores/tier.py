@@ -10,36 +10,14 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from math import prod
 from typing import ClassVar, Protocol
-
-import torch
 
 from gigagrad.devices import Machine
 from gigagrad.errors import ConfigError
-from gigagrad.stores.store import Store
+from gigagrad.stores.store import FieldSpec, Store
 
 Size = tuple[int, int]
 """Height and width in pixels."""
-
-
-@dataclass(frozen=True, slots=True)
-class FieldSpec:
-    """A field to be stored; `axes` are the (negative) positions of y and x."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    axes: tuple[int, int]
-    layout: torch.memory_format = torch.contiguous_format
-    """The layout of the tiles' crops."""
-    coded: bool = False
-    """True where the values are codes, which take fewer bytes behind a codec."""
-
-    @property
-    def nbytes(self) -> int:
-        return prod(self.shape) * self.dtype.itemsize
 
 
 class OpenTier(Protocol):

@@ -18,8 +18,8 @@ import torch
 from gigagrad.boxes import Box
 from gigagrad.errors import ConfigError
 from gigagrad.stores import Blosc, DiskStore, Scratch
-from gigagrad.stores.bricks import MOST_BYTES
-from gigagrad.stores.scratch_file import ScratchFile, page_aligned
+from gigagrad.stores.disk import MOST_BYTES
+from gigagrad.stores.scratch import ScratchFile, page_aligned
 from gigagrad.threads import operator_threads
 
 _BLOCK_BYTES = 8 * 2**20
