@@ -17,7 +17,7 @@ from gigagrad.execution.scalars import Values
 from gigagrad.plans.program import Transfer
 from gigagrad.plans.sums import share_of
 from gigagrad.ranks import Ranks
-from gigagrad.ranks.messages import packed, unpacked
+from gigagrad.ranks.ranks import packed, unpacked
 from gigagrad.stores import Store
 
 Shape = tuple[tuple[int, ...], torch.dtype]

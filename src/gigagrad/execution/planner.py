@@ -41,7 +41,7 @@ from gigagrad.plans.packing import AS_THEY_ARE, Packing
 from gigagrad.plans.plan import amount_of, total
 from gigagrad.plans.whole import whole_plan
 from gigagrad.ranks import Ranks
-from gigagrad.ranks.numerics import mismatched_numerics
+from gigagrad.ranks.ranks import mismatched_numerics
 from gigagrad.stores import Half, Rounding, Tier
 from gigagrad.stores.tier import least_room
 
