@@ -1,5 +1,6 @@
-"""Read annotation files as `Outlines`, as a stream of bounded length: QuPath's GeoJSON and ASAP's XML, plain or compressed
-(`.geojson.gz`, `.zip`).
+"""Read annotation files as `Outlines`, as a stream of bounded length: QuPath's GeoJSON and ASAP's XML.
+
+They may be compressed (`.geojson.gz`, `.zip`).
 
 GeoJSON (RFC 7946) as QuPath exports it: a collection of features, an array of them, one feature or one geometry; a
 feature's class is `properties.classification`, a name or an object that has one, or several `names`, which QuPath shows
