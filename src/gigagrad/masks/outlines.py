@@ -19,8 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gigagrad.boxes import Box
-from gigagrad.errors import ImageError, TargetError
-from gigagrad.extras import extra
+from gigagrad.errors import ImageError, TargetError, extra
 from gigagrad.images import Image
 from gigagrad.images.georeference import Georeference
 from gigagrad.masks.classes import IGNORED, UNCLASSIFIED, ClassTable

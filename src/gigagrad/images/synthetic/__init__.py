@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from gigagrad.errors import ConfigError, WriteError
-from gigagrad.extras import extra
+from gigagrad.errors import ConfigError, WriteError, extra
 from gigagrad.files import write_csv, write_error
 from gigagrad.images.write import write_pyramid
 
