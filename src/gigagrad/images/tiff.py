@@ -298,9 +298,6 @@ class TiffImage(Image):
         )
         self._path = path
         self._segments = segments
-        # A colour image's alpha channel, stored as the last sample or the last plane, is not read.
-        self._planes = min(segments.planes, channels)
-        self._kept = channels // self._planes
         self._slide = gaps is None
         self._gaps = self.fill if gaps is None else gaps
         # As for rasterio: of a value of no data that of alpha tells, unless alpha is a channel as others.
@@ -317,22 +314,20 @@ class TiffImage(Image):
         return self._read_channels(box, range(self.channels))
 
     def _read_channels(self, box: Box, channels: Sequence[int]) -> Array:
+        return self._emptied(box, self._read_stored(box, channels)).transpose(2, 0, 1)
+
+    def _read_stored(self, box: Box, channels: Sequence[int]) -> Array:
+        """Read channels, among them alpha, which is stored as the last: `(h, w, len(channels))`."""
         pixels_HWC = np.empty((*box.shape, len(channels)), self._segments.dtype)
         by_plane: dict[int, tuple[list[int], list[int]]] = {}
         for index, channel in enumerate(channels):
-            at, samples = by_plane.setdefault(channel // self._kept, ([], []))
+            plane, sample = divmod(channel, self._segments.samples)
+            at, samples = by_plane.setdefault(plane, ([], []))
             at.append(index)
-            samples.append(channel % self._kept)
+            samples.append(sample)
         for plane, (at, samples) in by_plane.items():
             self._read_plane(box, plane, self._segments.decode, pixels_HWC, at, samples)
-        return self._emptied(box, pixels_HWC).transpose(2, 0, 1)
-
-    def _read_alpha(self, box: Box) -> Array:
-        assert self._alpha is not None
-        plane, sample = divmod(self._alpha, self._segments.samples)
-        alpha_HW1 = np.empty((*box.shape, 1), self._segments.dtype)
-        self._read_plane(box, plane, self._segments.decode, alpha_HW1, [0], [sample])
-        return alpha_HW1.transpose(2, 0, 1)
+        return pixels_HWC
 
     @property
     def _grey_seconds(self) -> float:
@@ -421,7 +416,8 @@ class _Alpha(View):
     def _read_inside(self, box: Box) -> Pixels:
         assert isinstance(self._image, TiffImage)
         self._image._require_open()
-        return self._image._read_alpha(box)
+        assert self._image._alpha is not None
+        return self._image._read_stored(box, [self._image._alpha]).transpose(2, 0, 1)
 
 
 def _valid(path: Path, tables: list[Segments], shape: tuple[int, int]) -> Image:

@@ -442,11 +442,8 @@ def mask_levels(tif: Any, name: str) -> list[Any]:
 
 def georeference_of(page: Any, path: Path) -> Georeference | None:
     """Read the place from the tags, or else from the world file. Raises `ImageError` for a damaged one."""
-    return world_file(path) if (place := _of_tags(page)) is None else place
-
-
-def _of_tags(page: Any) -> Georeference | None:
-    return Georeference.of_tags({tag: value for tag in TAGS if (value := _value(page, tag)) is not None})
+    place = Georeference.of_tags({tag: value for tag in TAGS if (value := _value(page, tag)) is not None})
+    return world_file(path) if place is None else place
 
 
 def nodata_of(page: Any) -> int | float | None:
