@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 
 from gigagrad.errors import ImageError
+from gigagrad.images.georeference import choose_mpp
 from gigagrad.images.image import Image
 from gigagrad.images.openslide import open_openslide
 from gigagrad.images.pictures import is_picture, open_picture
 from gigagrad.images.pixels import Array, choose_level
-from gigagrad.images.resolution import choose_mpp
 from gigagrad.images.tiff import open_tiff
 from gigagrad.images.views import ArrayImage, Stacked, TensorImage
 from gigagrad.images.zarr import from_array, is_zarr, open_zarr

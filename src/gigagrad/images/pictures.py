@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from gigagrad.errors import ImageError
-from gigagrad.images.georeference import world_file
+from gigagrad.images.georeference import choose_mpp, world_file
 from gigagrad.images.pixels import Array, in_our_words
-from gigagrad.images.resolution import choose_mpp
 from gigagrad.images.stream_check import Jpeg, check_png, png_size
 from gigagrad.images.views import ArrayImage
 from gigagrad.units import format_bytes

@@ -25,9 +25,12 @@ from gigagrad.errors import ImageError
 from gigagrad.files import bytes_at
 from gigagrad.images.image import Image, View
 from gigagrad.images.pixels import (
+    CACHE_BYTES,
     ROWS_AT_ONCE,
     Array,
     Pixels,
+    ReadOrder,
+    TileCache,
     as_slice,
     choose_level,
     fill_of,
@@ -54,7 +57,6 @@ from gigagrad.images.tiff_directory import (
     nodata_of,
     walk_tiff,
 )
-from gigagrad.images.tile_cache import CACHE_BYTES, ReadOrder, TileCache
 from gigagrad.images.views import Resampled
 from gigagrad.threads import side_by_side
 from gigagrad.units import format_bytes

@@ -20,9 +20,8 @@ from xml.etree import ElementTree
 import numpy as np
 
 from gigagrad.errors import ImageError
-from gigagrad.images.georeference import GDAL_NODATA, TAGS, Georeference, world_file
+from gigagrad.images.georeference import GDAL_NODATA, TAGS, Georeference, choose_mpp, micrometres, number, world_file
 from gigagrad.images.pixels import check_size, parse_nodata, value_of_gaps
-from gigagrad.images.resolution import choose_mpp, micrometres, number
 from gigagrad.images.stream_check import JPEG_2000_COMPRESSIONS, JPEG_COMPRESSIONS
 from gigagrad.units import format_bytes
 

@@ -20,6 +20,7 @@ import numpy as np
 
 from gigagrad.boxes import Box
 from gigagrad.errors import ImageError
+from gigagrad.images.georeference import choose_mpp, micrometres
 from gigagrad.images.image import Image
 from gigagrad.images.layout import ENCODERS, Layout, MaskClass
 from gigagrad.images.pixels import (
@@ -32,7 +33,6 @@ from gigagrad.images.pixels import (
     levels_of,
     parse_nodata,
 )
-from gigagrad.images.resolution import choose_mpp, micrometres
 from gigagrad.images.views import channels_first
 from gigagrad.threads import SideThreads
 from gigagrad.units import format_bytes
