@@ -115,11 +115,6 @@ class Directories:
     samples: int = 1
     largest_px: int = 1
 
-    @property
-    def most_planes(self) -> int:
-        """Return the most planes that may be in the file, whatever a description says."""
-        return max(_PLANES_ANYBODY_MAY_DECLARE, self.count * self.samples)
-
 
 def walk_tiff(path: Path) -> Directories:
     """Check every directory of a TIFF or BigTIFF. Raises `ImageError` that says which one is broken, and how."""
@@ -282,7 +277,7 @@ def _check_description(text: bytes, directories: Directories) -> None:
             declared = _planes_declared(element, directories)
         except ValueError as error:
             raise _Broken(f"its description has no number where one should be ({error})") from None
-        if declared > directories.most_planes:
+        if declared > max(_PLANES_ANYBODY_MAY_DECLARE, directories.count * directories.samples):
             raise _Broken(f"its description declares {declared} planes, its directories are {directories.count}")
         if element.tag.endswith("Along"):
             raise _Broken("its OME-XML splits an axis (ModuloAlong), so that it is no single image")

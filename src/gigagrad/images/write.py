@@ -166,7 +166,7 @@ class TiffPyramid:
         layout = self._layout
         for level, band in layout.bands(rows):
             for plane in range(layout.planes):
-                pixels = layout.plane(band, plane)
+                pixels = band if layout.colour else band[..., plane]
                 if level or plane:
                     self._waiting[level][plane].add(spool, self._encoded(pixels, pool))
                     continue

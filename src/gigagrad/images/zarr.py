@@ -268,7 +268,13 @@ def _create(folder: Path, layout: Layout) -> list[Any]:
     if layout.classes:
         name = _LABELS.rpartition("/")[2]
         root.create_group("labels", attributes={"labels": [name]})
-        attributes = {"multiscales": _described(layout, name), "image-label": _image_label(layout)}
+        label = {
+            "version": _VERSION,
+            "colors": [{"label-value": kind.id, "rgba": [*kind.color, 255]} for kind in layout.classes],
+            "properties": [{"label-value": kind.id, "name": kind.name} for kind in layout.classes],
+            "source": {"image": "../../"},
+        }
+        attributes = {"multiscales": _described(layout, name), "image-label": label}
         root.create_group(_LABELS, attributes=attributes)
     return [
         root.create_array(
@@ -312,12 +318,3 @@ def _omero(layout: Layout) -> dict[str, Any]:
         for kind in channels
     ]
     return {"omero": {"version": _VERSION, "channels": described}} if described else {}
-
-
-def _image_label(layout: Layout) -> dict[str, Any]:
-    return {
-        "version": _VERSION,
-        "colors": [{"label-value": kind.id, "rgba": [*kind.color, 255]} for kind in layout.classes],
-        "properties": [{"label-value": kind.id, "name": kind.name} for kind in layout.classes],
-        "source": {"image": "../../"},
-    }

@@ -70,7 +70,7 @@ class Outlines:
                 skipped += 1
                 continue
             points += held
-            closing += [_last(len(ring)) for ring in held]
+            closing += [np.arange(len(ring)) == len(ring) - 1 for ring in held]
             starts.append(starts[-1] + sum(map(len, held)))
             class_of.append(names.setdefault((name or "").strip() or UNCLASSIFIED, len(names)))
         return cls(
@@ -101,12 +101,6 @@ def _ring(ring: Sequence[Any], where: str) -> Points:
         raise ImageError(f"{where} has an outline with a point that is no finite number; export it again")
     closed = len(points) > 1 and bool((points[0] == points[-1]).all())
     return points if closed else np.concatenate((points, points[:1]))
-
-
-def _last(count: int) -> NDArray[np.bool_]:
-    last = np.zeros(count, bool)
-    last[-1] = True
-    return last
 
 
 _WGS84 = 4326

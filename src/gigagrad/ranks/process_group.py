@@ -111,7 +111,7 @@ class Heartbeat:
         except RuntimeError as error:
             raise lost_error(store_keeper(self._own), error) from None
         self._beating: Store = dist.PrefixStore("gigagrad-heartbeat", clone)  # type: ignore[attr-defined]
-        self._store = WatchedStore(self._beating, seconds)
+        self.store = WatchedStore(self._beating, seconds)
         self._thread = threading.Thread(target=self._beat, name="gigagrad-heartbeat", daemon=True)
         self._thread.start()
 
@@ -160,7 +160,7 @@ class Heartbeat:
             return store_keeper(self._own)
 
     def _beats(self, peers: Sequence[int]) -> dict[int, int]:
-        return self._store.ask(lambda store: {peer: store.add(str(peer), 0) for peer in peers})
+        return self.store.ask(lambda store: {peer: store.add(str(peer), 0) for peer in peers})
 
     def fail(self, error: Exception, count: int) -> RankError | None:
         """Tell all `count` processes of an error, and wait a little until they know. Returns what to raise instead
@@ -171,11 +171,11 @@ class Heartbeat:
         self._failed = True
         own = json.dumps([self._own, is_mendable(error), str(error) or type(error).__name__])
         try:
-            first = self._store.compare_set("failed", "", own).decode()
+            first = self.store.compare_set("failed", "", own).decode()
             if first != own:
                 return self._reported_error(first)
             end = time.monotonic() + _LAST_WORDS_SECONDS
-            while self._store.add("heard", 0) < count - 1 and time.monotonic() < end:
+            while self.store.add("heard", 0) < count - 1 and time.monotonic() < end:
                 time.sleep(0.01)
         except RuntimeError:
             pass
@@ -191,19 +191,15 @@ class Heartbeat:
     def listen(self) -> None:
         """Raise RankError where a process has failed."""
         try:
-            if self._store.check(["failed"]):
-                raise self._reported_error(self._store.get("failed").decode())
+            if self.store.check(["failed"]):
+                raise self._reported_error(self.store.get("failed").decode())
         except RuntimeError:
             return
 
     def _reported_error(self, report: str) -> RankError:
-        self._store.add("heard", 1)
+        self.store.add("heard", 1)
         rank, mendable, text = json.loads(report)
         return RankError(f"rank {rank} failed: {text}", reported=True, mendable=mendable)
-
-    def answer_within(self, seconds: float) -> None:
-        """Take whoever keeps the store for silent after so many seconds from now on."""
-        self._store.seconds = seconds
 
     def end(self) -> None:
         """Stop the thread: a call of the store must not outlive it."""
@@ -227,7 +223,7 @@ def heartbeat_of(own: int, store: Store, seconds: float) -> Heartbeat:
     """Return the heartbeat of this process, of rank `own`, begun by the first call; the last one's `seconds` count."""
     if own not in _HEARTBEATS:
         _HEARTBEATS[own] = Heartbeat(own, store, seconds)
-    _HEARTBEATS[own].answer_within(seconds)
+    _HEARTBEATS[own].store.seconds = seconds
     return _HEARTBEATS[own]
 
 

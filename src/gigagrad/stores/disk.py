@@ -98,10 +98,6 @@ class Bricks:
         columns = min((width + self.side - 2) // self.side + 1, self.shape[1])
         return columns * self.slot_bytes
 
-    def read_ratio(self, height: int, width: int) -> float:
-        """Return the pixels of bricks touched per pixel of a box of this size, on average over where it may lie."""
-        return (height + self.side - 1) * (width + self.side - 1) / (height * width)
-
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -215,6 +211,16 @@ class DiskStore(Store):
         if pixels.untyped_storage().nbytes() > pixels.nbytes:
             pixels = pixels.clone()  # a view would keep all of a larger crop until it is written
         pixels = pixels.movedim(self.axes, (0, 1))
+
+        def change(row: int) -> None:
+            bricks = self._load(row, box, ~self._layout.covered(row, box) if not add else None)
+            for part, stored in self._matching(row, box, bricks, pixels):
+                if add:
+                    stored.add_(part)
+                else:
+                    stored.copy_(part)
+            self._save(row, box, bricks)
+
         with self._handing_over:
             earlier = self._newest
             if earlier is not None and earlier.done():
@@ -223,24 +229,10 @@ class DiskStore(Store):
             def update() -> None:
                 if earlier is not None:
                     earlier.result()  # it is over; where it failed, nothing of this store can be read any more
-                self._update(box, pixels, add=add)
+                with self._in_the_file:
+                    self._scratch.each(change, self._layout.rows(box))
 
             self._newest = self._scratch.behind(update)
-
-    def _update(self, box: Box, crop: torch.Tensor, *, add: bool) -> None:
-        """Replace, or add to, the pixels of the box, brick row by brick row."""
-
-        def change(row: int) -> None:
-            bricks = self._load(row, box, ~self._layout.covered(row, box) if not add else None)
-            for part, stored in self._matching(row, box, bricks, crop):
-                if add:
-                    stored.add_(part)
-                else:
-                    stored.copy_(part)
-            self._save(row, box, bricks)
-
-        with self._in_the_file:
-            self._scratch.each(change, self._layout.rows(box))
 
     def _matching(
         self, row: int, box: Box, bricks: Rows, pixels: torch.Tensor
@@ -345,9 +337,10 @@ class DiskTier(Tier):
         return Bricks(*size, pixel_bytes).file_bytes
 
     def crop_bytes(self, size: Size, crop: Size, pixel_bytes: int) -> float:
-        """Return the bytes of the bricks that it touches."""
-        nbytes = crop[0] * crop[1] * pixel_bytes
-        return Bricks(*size, pixel_bytes).read_ratio(*crop) * nbytes if nbytes else 0.0
+        """Return the bytes of the bricks that it touches, on average over where it may lie."""
+        height, width, side = *crop, Bricks(*size, pixel_bytes).side
+        nbytes = height * width * pixel_bytes
+        return (height + side - 1) * (width + side - 1) / (height * width) * nbytes if nbytes else 0.0
 
     def buffer_bytes(self, size: Size, crop: Size, pixel_bytes: int) -> int:
         return ROWS_AT_ONCE * Bricks(*size, pixel_bytes).row_bytes(crop[1])

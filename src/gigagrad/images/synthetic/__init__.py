@@ -109,7 +109,9 @@ def make_cohort(
 
     textures = make_textures(mpp)
     rows = [("slide", "mask", "split")]
-    for index, split in enumerate(_splits(count)):
+    held_out = 0 if count < 3 else max(1, count // 5)
+    splits = ["train"] * (count - 2 * held_out) + ["val"] * held_out + ["test"] * held_out
+    for index, split in enumerate(splits):
         slide, mask = f"slides/synthetic-{index:03d}.tif", f"masks/synthetic-{index:03d}.tif"
         make_slide(
             folder / slide,
@@ -124,8 +126,3 @@ def make_cohort(
         rows.append((slide, mask, split))
     write_csv(table, rows)
     return table
-
-
-def _splits(count: int) -> list[str]:
-    held_out = 0 if count < 3 else max(1, count // 5)
-    return ["train"] * (count - 2 * held_out) + ["val"] * held_out + ["test"] * held_out
