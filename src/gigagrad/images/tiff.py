@@ -42,19 +42,11 @@ from gigagrad.images.stream_check import JPEG_COMPRESSIONS, check_stream
 from gigagrad.images.tiff_directory import (
     LARGEST_SEGMENT_BYTES,
     Directories,
-    base_mpp,
     better_by_openslide,
-    channel_names,
-    check_kind,
+    check_alone,
     check_layout,
-    check_whole,
-    gaps_of,
-    georeference_of,
-    has_alpha,
-    is_colour,
-    is_slide,
+    described,
     mask_levels,
-    nodata_of,
     walk_tiff,
 )
 from gigagrad.images.views import Resampled
@@ -136,8 +128,11 @@ def segments_of(series: Any, name: str, directories: Directories) -> Segments:
     if page.imagedepth != 1 or page.tiledepth != 1:
         raise ImageError(f"{name} has pixels in depth; expected a 2-D image; extract the plane you mean")
     if offset := series.dataoffset:  # 0 is the place of a strip that the file leaves out
-        return _raw_strips(series, page, int(offset), name, directories)
-    return _file_segments(series, page, name, directories)
+        found = _raw_strips(series, page, int(offset), name, directories)
+    else:
+        found = _file_segments(series, page, name, directories)
+    found.check_within(directories.file_bytes, name)
+    return found
 
 
 def _raw_strips(series: Any, page: Any, offset: int, name: str, directories: Directories) -> Segments:
@@ -440,10 +435,7 @@ def _tables(path: Path) -> list[Segments]:
     directories = walk_tiff(path)
     with in_our_words(f"cannot read {path} as a TIFF"), path.open("rb") as file, tifffile.TiffFile(file) as tif:
         check_layout(tif.series[0], path.name)
-        tables = [segments_of(entry, path.name, directories) for entry in tif.series[0].levels]
-    for table in tables:
-        table.check_within(directories.file_bytes, path.name)
-    return tables
+        return [segments_of(entry, path.name, directories) for entry in tif.series[0].levels]
 
 
 def open_tiff(path: Path, *, level: int = 0, mpp: float | None = None, ids: bool = False) -> TiffImage | None:
@@ -467,8 +459,7 @@ def open_tiff(path: Path, *, level: int = 0, mpp: float | None = None, ids: bool
     ):
         if better_by_openslide(tif):
             return None
-        check_kind(tif, path.name)
-        check_whole(tif, path)
+        check_alone(tif, path)
         series = tif.series[0]
         check_layout(series, path.name, palette=ids)
         tables = [segments_of(entry, path.name, directories) for entry in series.levels]
@@ -477,27 +468,6 @@ def open_tiff(path: Path, *, level: int = 0, mpp: float | None = None, ids: bool
         # As for GDAL, one in a file of its own comes first.
         if (beside := path.with_name(f"{path.name}.msk")).is_file():
             mask = partial(_valid, beside, _tables(beside))
-        colour = is_colour(series.keyframe)
-        alpha = has_alpha(series.keyframe)
-        # As in GDAL, a mask is right where there is a value of no data, too.
-        nodata = None if mask else nodata_of(series.keyframe)
-        place = georeference_of(series.keyframe, path)
-        slide = is_slide(series.keyframe) and place is None and not mask
-        base = base_mpp(tif, series.keyframe, mpp, path.name, place)
-        names = channel_names(tif, series.keyframe, tables[0].planes * tables[0].samples)
-    for table in (*tables, *mask_tables):
-        table.check_within(directories.file_bytes, path.name)
-    return TiffImage(
-        path,
-        tables,
-        mask,
-        colour=colour,
-        alpha=alpha,
-        gaps=None if slide else gaps_of(series.keyframe),
-        level=level,
-        mpp=base,
-        channel_names=names,
-        ids=ids,
-        georeference=place,
-        nodata=nodata,
-    )
+        channels = tables[0].planes * tables[0].samples
+        said = described(tif, path, channels, mpp, masked=mask is not None)
+    return TiffImage(path, tables, mask, level=level, ids=ids, **said)
