@@ -8,7 +8,7 @@
     package.module:callable?key=value   whatever that callable returns, unchanged
 
 Values are read as literals (`named.parse_named`). The first and the libraries' also take `scale=LOW,HIGH`: which values
-of a slide are the intensities 0 and 1, for all channels or, in further pairs, for each (`preprocess.Normalise`).
+of a slide are the intensities 0 and 1, for all channels or, in further pairs, for each (`networks.Normalise`).
 Networks of the libraries start from random weights unless the name asks for published ones, which the library then
 downloads and caches as it always does; a setting that would open any other file is refused. A name may come from a
 file, a saved model's for one: such names go through `check_network` first, and a saved model is built without published
@@ -31,8 +31,14 @@ import torch
 from torch import nn
 
 from gigagrad.errors import ConfigError, ModelError, did_you_mean
-from gigagrad.models.networks import MultiStainNet, PaperUNet
-from gigagrad.models.preprocess import IMAGENET_MEAN, IMAGENET_STD, Normalise, Preprocess
+from gigagrad.models.networks import (
+    IMAGENET_MEAN,
+    IMAGENET_STD,
+    MultiStainNet,
+    Normalise,
+    PaperUNet,
+    Preprocess,
+)
 from gigagrad.named import Literal, parse_named
 
 # The message below is made to be copied into a shell, so nothing that a shell reads otherwise may stand in a name.

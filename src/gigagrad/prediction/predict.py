@@ -30,7 +30,7 @@ from gigagrad.images import Image, open_image
 from gigagrad.images.georeference import level_near
 from gigagrad.masks import open_mask
 from gigagrad.models import load_model
-from gigagrad.models.preprocess import check_intensities
+from gigagrad.models.networks import check_intensities
 from gigagrad.prediction.classes import Channels, image_shape
 from gigagrad.prediction.outputs import (
     FILE_NAME,
