@@ -201,7 +201,7 @@ class TestDiskStore(StoreConformance):
         self._scratch.close()
 
     def make(self, shape, dtype, axes):
-        return DiskStore(shape, dtype, axes, scratch=self._scratch, name="field", codec=self.codec)
+        return DiskStore(FieldSpec("field", shape, dtype, axes), self._scratch, self.codec)
 
 
 class TestEncodedDiskStore(TestDiskStore):

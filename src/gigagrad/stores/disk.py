@@ -153,26 +153,18 @@ class DiskStore(Store):
         StoreError: there is no space, the disk fails, or what is read is not what was written.
     """
 
-    def __init__(
-        self,
-        shape: tuple[int, ...],
-        dtype: torch.dtype,
-        axes: tuple[int, int],
-        *,
-        scratch: Scratch,
-        name: str,
-        codec: Blosc | None = None,
-    ) -> None:
-        super().__init__(shape, dtype, axes)
-        self._rest = tuple(shape[axis] for axis in range(-len(shape), 0) if axis not in axes)
-        self._layout = Bricks(shape[axes[0]], shape[axes[1]], prod(self._rest) * dtype.itemsize)
+    def __init__(self, field: FieldSpec, scratch: Scratch, codec: Blosc | None = None) -> None:
+        super().__init__(field.shape, field.dtype, field.axes)
+        self._rest = tuple(self.shape[axis] for axis in range(-len(self.shape), 0) if axis not in self.axes)
+        height, width = (self.shape[axis] for axis in self.axes)
+        self._layout = Bricks(height, width, prod(self._rest) * self.dtype.itemsize)
         self._checksums = np.zeros(self._layout.shape, np.uint32)
         self._lengths = np.zeros(self._layout.shape, np.uint32)
         """Bytes of each brick in its slot; bricks that have not been written hold zeros and have none."""
         self._codec = codec
         self._scratch = scratch
-        self._path = scratch.folder / name
-        self._file = scratch.create(name, self._layout.file_bytes)
+        self._path = scratch.folder / field.name
+        self._file = scratch.create(field.name, self._layout.file_bytes)
         self._newest: Task[None] | None = None
         self._handing_over = threading.Lock()
         self._in_the_file = threading.Lock()
@@ -373,8 +365,7 @@ class _OpenFolder:
         self._scratch, self._codec = scratch, codec
 
     def open_store(self, field: FieldSpec) -> Store:
-        codec = Blosc() if field.coded else self._codec
-        return DiskStore(field.shape, field.dtype, field.axes, scratch=self._scratch, name=field.name, codec=codec)
+        return DiskStore(field, self._scratch, Blosc() if field.coded else self._codec)
 
     def close(self) -> None:
         self._scratch.close()

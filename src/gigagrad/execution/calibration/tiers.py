@@ -17,7 +17,7 @@ import torch
 
 from gigagrad.boxes import Box
 from gigagrad.errors import ConfigError
-from gigagrad.stores import Blosc, DiskStore, Scratch
+from gigagrad.stores import Blosc, DiskStore, FieldSpec, Scratch
 from gigagrad.stores.disk import MOST_BYTES
 from gigagrad.stores.scratch import ScratchFile, page_aligned
 from gigagrad.threads import operator_threads
@@ -83,7 +83,7 @@ def file_bytes_per_second(folder: Path, size: int) -> float:
     scratch = Scratch(folder, _CHANNELS * side * side * 4)
     try:
         shape = (1, _CHANNELS, side, side)
-        store = DiskStore(shape, tile.dtype, (-2, -1), scratch=scratch, name="rate")
+        store = DiskStore(FieldSpec("rate", shape, tile.dtype, (-2, -1)), scratch)
         with closing(store), operator_threads(1):
 
             def write_and_read() -> None:
