@@ -107,15 +107,15 @@ def _write_tiff(path: Path, job: TiffPyramid, rows: Iterable[Array]) -> Path:
     return path
 
 
-def pyramid_bytes(path: Path, shape: tuple[int, int, int], dtype: np.dtype[Any], tile: int = TILE) -> int:
+def pyramid_bytes(path: Path, shape: tuple[int, int, int], dtype: np.dtype[Any]) -> int:
     """Return what writing rows of shape `(H, W, C)` holds beside the rows themselves: a band of tiles of each level
     with the one that is made of it, and tiles on their way through the encoder.
     """
     if _is_zarr(path):
         import zarr  # noqa: F401  # now: a plan is to find it in what the process holds
     height, width, channels = shape
-    band = min(tile, height) * width * channels * dtype.itemsize
-    return 3 * band + 2 * (IN_FLIGHT + ENCODERS) * tile * tile * min(channels, 3) * dtype.itemsize
+    band = min(TILE, height) * width * channels * dtype.itemsize
+    return 3 * band + 2 * (IN_FLIGHT + ENCODERS) * TILE**2 * min(channels, 3) * dtype.itemsize
 
 
 def _is_zarr(path: Path) -> bool:

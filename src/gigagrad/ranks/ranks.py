@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from math import prod
 from queue import Empty, SimpleQueue
@@ -233,25 +233,20 @@ def run_threaded(count: int, work: Callable[[Ranks], Result], timeout: float = 6
     Raises the error of the first rank that failed by itself.
     """
     inboxes: list[list[SimpleQueue[object]]] = [[SimpleQueue() for _ in range(count)] for _ in range(count)]
-    results: dict[int, Result] = {}
-    errors: dict[int, BaseException] = {}
 
-    def run(rank: int) -> None:
+    def run(rank: int) -> Result:
         try:
-            results[rank] = work(ThreadedRank(rank, inboxes, timeout))
+            return work(ThreadedRank(rank, inboxes, timeout))
         except BaseException as error:
-            errors[rank] = error
             for inbox in inboxes:
                 inbox[rank].put(error)
+            raise
 
-    threads = [threading.Thread(target=run, args=(rank,), name=f"gigagrad-rank-{rank}") for rank in range(count)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if errors:
-        raise min(errors.items(), key=lambda item: (isinstance(item[1], RankError), item[0]))[1]
-    return [results[rank] for rank in range(count)]
+    with ThreadPoolExecutor(count, "gigagrad-rank") as pool:
+        runs = [pool.submit(run, rank) for rank in range(count)]
+    if errors := [error for one in runs if (error := one.exception()) is not None]:
+        raise min(errors, key=lambda error: isinstance(error, RankError))
+    return [one.result() for one in runs]
 
 
 # Processors round alike where kernels choose the same instructions.
