@@ -4,8 +4,7 @@ from gigagrad.stores.disk import Blosc, DiskStore, DiskTier, PlannedDiskTier, fa
 from gigagrad.stores.host import HostStore, HostTier, MemoryTier
 from gigagrad.stores.rounding import Half, Quantised, RoundedStore, Rounding, parse_storage
 from gigagrad.stores.scratch import Scratch
-from gigagrad.stores.store import FieldSpec, Store, Strips, Windows, crop_shape
-from gigagrad.stores.tier import OpenTier, Tier, register_tier, registered_tier
+from gigagrad.stores.store import FieldSpec, OpenTier, Store, Strips, Tier, Windows, crop_shape, register_tier
 
 __all__ = [
     "Blosc",
@@ -30,5 +29,4 @@ __all__ = [
     "faster_codec",
     "parse_storage",
     "register_tier",
-    "registered_tier",
 ]

@@ -27,8 +27,7 @@ from gigagrad.devices import Machine
 from gigagrad.errors import StoreError
 from gigagrad.files import HOST
 from gigagrad.stores.scratch import PAGE_BYTES, Rows, Scratch, page_aligned
-from gigagrad.stores.store import FieldSpec, Store
-from gigagrad.stores.tier import OpenTier, Size, Tier
+from gigagrad.stores.store import FieldSpec, OpenTier, Size, Store, Tier
 from gigagrad.threads import Task, wait_for
 
 MOST_BYTES = 64 * 2**10

@@ -1,15 +1,24 @@
-"""Store a field of the whole image, or the part of it that one rank holds, and write, add to and read it box by box."""
+"""Store a field of the whole image, or the part of it that one rank holds, and define tiers, in which fields are kept.
+
+A store is written, added to and read box by box. A tier is a place for stores: planning asks it how much room it has,
+what fields and tiles' crops of them come to, and how fast that moves; a run opens it once and takes stores from it.
+Kinds of tiers are found by name in a registry.
+"""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
+from typing import ClassVar, Protocol
 
 import torch
 
 from gigagrad.boxes import Box
+from gigagrad.devices import Machine
+from gigagrad.errors import ConfigError
 from gigagrad.graphs.crops import crop_view
 
 
@@ -187,3 +196,103 @@ class Strips(Store):
         shape = list(self.shape)
         shape[self.axes[0]] = rows
         return torch.zeros(shape, dtype=self.dtype, device=self._device)
+
+
+Size = tuple[int, int]
+"""Height and width in pixels."""
+
+
+class OpenTier(Protocol):
+    """A tier during one run."""
+
+    def open_store(self, field: FieldSpec) -> Store:
+        """Open a new field of zeros. Raises StoreError."""
+
+    def close(self) -> None:
+        """Give back what is not in memory. May be called again, by any thread."""
+
+
+class Tier(ABC):
+    """A place for fields that a plan keeps.
+
+    A kind of tier is a subclass, given to `compile(..., scratch=MyTier(...))`, or found by name with a line in the
+    registry (`register_tier`): `scratch="name:where"`.
+    """
+
+    name: ClassVar[str]
+    """The name in plans."""
+    place: ClassVar[str]
+    """The place in "fields that this plan keeps in ...", "kept in ...: 2 GiB at most"."""
+    in_budget: ClassVar[bool] = False
+    """True where it is the memory that the budget bounds."""
+    encodes: ClassVar[bool] = False
+    """True where its bytes go through a codec, so that codes take fewer of them."""
+    remedy: ClassVar[str] = "make room there"
+    """The remedy where it has too little room."""
+
+    @abstractmethod
+    def room_bytes(self) -> int | None:
+        """Return the bytes that fields may take; None: only the budget bounds it. Raises StoreError where it is not
+        there."""
+
+    def shared_room(self) -> tuple[str, int] | None:
+        """Return what the room is part of, where ranks may share that: a name for it, the same on all that do, and the
+        bytes that are free there. None: the room is for each rank. Raises StoreError where it is not there.
+        """
+        return None
+
+    @abstractmethod
+    def open(self, needed_bytes: int, machine: Machine) -> OpenTier:
+        """Open the tier for one run, whose fields take up to so many bytes. Raises StoreError."""
+
+    def field_bytes(self, size: Size, pixel_bytes: int) -> int:
+        """Return the bytes that a field of so many pixels takes."""
+        return size[0] * size[1] * pixel_bytes
+
+    def fresh_bytes(self, fields: Iterable[FieldSpec]) -> int:
+        """Return the bytes that stores of these fields would add to what the tier holds already."""
+        return sum(field.nbytes for field in fields)
+
+    def crop_bytes(self, size: Size, crop: Size, pixel_bytes: int) -> float:
+        """Estimate the bytes that move when a crop of a field is read or written, on average over where it may lie."""
+        return crop[0] * crop[1] * pixel_bytes
+
+    def buffer_bytes(self, size: Size, crop: Size, pixel_bytes: int) -> int:
+        """Return the bytes that crops take in memory on their way, beside themselves."""
+        return 0
+
+    def link_seconds(self, nbytes: float, machine: Machine) -> float:
+        """Estimate the time that moving so many bytes takes, beside the computation."""
+        return 0.0
+
+    def processor_seconds(self, nbytes: float, machine: Machine) -> float:
+        """Estimate, by the clock, what moving them keeps the processor from computing."""
+        return 0.0
+
+
+def least_room(rooms: Sequence[tuple[int, tuple[str, int] | None]]) -> int:
+    """Return the bytes that each rank may take in a tier, by its `room_bytes` and `shared_room` on all."""
+    takers = Counter(shared[0] for _, shared in rooms if shared is not None)
+
+    def own(room: int, shared: tuple[str, int] | None) -> int:
+        if shared is None or takers[shared[0]] == 1:
+            return room
+        return min(room, shared[1] // takers[shared[0]])
+
+    return min(own(room, shared) for room, shared in rooms)
+
+
+_KINDS: dict[str, Callable[[str, int | None], Tier]] = {}
+
+
+def register_tier(name: str, make: Callable[[str, int | None], Tier]) -> None:
+    """Make `scratch="name:where"` mean `make(where, scratch_bytes)`."""
+    if len(name) < 2:  # of one letter are Windows' drives
+        raise ConfigError(f"a tier's name has two letters or more, got {name!r}")
+    _KINDS[name] = make
+
+
+def registered_tier(scratch: str, room_bytes: int | None) -> Tier | None:
+    """Return the tier that `scratch="name:where"` means; None where no tier has that name, so that it is a folder."""
+    name, colon, where = scratch.partition(":")
+    return _KINDS[name](where, room_bytes) if colon and name in _KINDS else None
