@@ -12,8 +12,7 @@ import torch
 
 from bench.simulated_ranks import SimulatedRanks
 from gigagrad.ranks import Ranks
-from gigagrad.ranks.ranks import Message
-from gigagrad.ranks.threaded import run_threaded
+from gigagrad.ranks.ranks import Message, run_threaded
 
 Met = tuple[float, bool | None, dict[int, int], dict[int, int]]
 """Processor seconds since the meeting before, whether anybody said anything, and bytes sent and received by rank; where

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 import gigagrad as gg
 from gigagrad.boxes import Box
 from gigagrad.execution.calibration import disk_rates
-from gigagrad.stores import DiskStore, Scratch
+from gigagrad.stores import DiskStore, FieldSpec, Scratch
 from gigagrad.stores.scratch import cacheable_bytes
 
 CHANNELS = 64
@@ -68,7 +68,7 @@ def bandwidth(folder: Path, nbytes: int) -> dict[str, float]:
     own_writing, own_reading, writing, reading = [], [], [], []
     scratch = Scratch(folder, nbytes)
     try:
-        store = DiskStore((1, CHANNELS, side, side), torch.float32, (-2, -1), scratch=scratch, name="field")
+        store = DiskStore(FieldSpec("field", (1, CHANNELS, side, side), torch.float32, (-2, -1)), scratch)
         size = side * CROP_PX * CHANNELS * 4
         for row in rows:
             own_writing.append(size / disk_rates(folder, size)[0])
@@ -186,7 +186,8 @@ def replay(calls: list[Call], folder: Path) -> float:
             if number not in stores and name != "close":
                 for store in stores.values():
                     store.flush()
-                stores[number] = DiskStore(shape, torch.float32, (-2, -1), scratch=scratch, name=f"field-{index}")
+                field = FieldSpec(f"field-{index}", shape, torch.float32, (-2, -1))
+                stores[number] = DiskStore(field, scratch)
             start = time.perf_counter()
             if name == "close":
                 if number in stores:

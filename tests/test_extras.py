@@ -5,8 +5,7 @@ import sys
 import pytest
 
 from gigagrad.cli import main
-from gigagrad.errors import ConfigError
-from gigagrad.extras import extra
+from gigagrad.errors import ConfigError, extra
 
 OPTIONAL = ("cv2", "jinja2", "lightning", "matplotlib", "monai", "scipy", "tensorboard", "timm", "torchmetrics")
 

@@ -6,7 +6,8 @@ Broken invariants of our own are `assert`s instead; they are never dressed up as
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from difflib import get_close_matches
 from typing import Final
 
@@ -138,3 +139,13 @@ def did_you_mean(wrong: str, known: Iterable[str]) -> str:
 
 def _plain(name: str) -> str:
     return name.strip("-").replace("-", "_").lower()
+
+
+@contextmanager
+def extra(name: str) -> Iterator[None]:
+    """Guard imports of what `pip install 'gigagrad[NAME]'` brings. Raises `ConfigError` with that command."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        command = f"pip install 'gigagrad[{name}]'"
+        raise ConfigError(f"{error.name} is not installed; install it with: {command}") from error

@@ -252,14 +252,14 @@ def write_agreed(made: Callable[[], Mapping[Path, str]]) -> None:
     Any number of processes may do this at once while they add to the others: whoever wrote a file last has looked
     again, so that it is made of all. Raises `WriteError`.
     """
-    while changed := {path: text for path, text in made().items() if not _holds(path, text)}:
+
+    def holds(path: Path, text: str) -> bool:
+        return path.is_file() and path.read_bytes() == text.encode(errors="surrogateescape")
+
+    while changed := {path: text for path, text in made().items() if not holds(path, text)}:
         for path, text in changed.items():
             with suppress(_RivalError):
                 write_text(path, text)
-
-
-def _holds(path: Path, text: str) -> bool:
-    return path.is_file() and path.read_bytes() == text.encode(errors="surrogateescape")
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:

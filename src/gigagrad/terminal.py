@@ -167,9 +167,9 @@ class Terminal:
 
 
 @contextmanager
-def while_it_lasts(events: Events, terminal: Terminal | None = None) -> Iterator[None]:
+def while_it_lasts(events: Events) -> Iterator[None]:
     """Show bars of what is prepared and of the tiles in the block, from the third second on and gone at its end."""
-    shown = terminal or Terminal(transient=True)
+    shown = Terminal(transient=True)
     with ExitStack() as stack:
         begins = time.monotonic() + _LONG_SECONDS
 

@@ -88,9 +88,9 @@ def test_only_codes_go_through_the_codec(pair, tmp_path, monkeypatch):
     model, made = net(), {}
     original = DiskStore.__init__
 
-    def noting(self, *arguments, name, codec, **options):
-        made[name] = codec
-        original(self, *arguments, name=name, codec=codec, **options)
+    def noting(self, field, scratch, codec):
+        made[field.name] = codec
+        original(self, field, scratch, codec)
 
     monkeypatch.setattr(DiskStore, "__init__", noting)
     engine = in_files(gg.compile(model, dice, tile=(24, 20), storage="error 0.05", scratch=tmp_path), pair)

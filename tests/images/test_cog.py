@@ -13,7 +13,7 @@ from gigagrad.boxes import Box
 from gigagrad.errors import ConfigError, WriteError
 from gigagrad.images import open_image, write_pyramid
 from gigagrad.images.georeference import Georeference, geotiff_tags
-from gigagrad.images.write_tiff import write_cog
+from gigagrad.images.write import write_cog
 
 SIDE = 1200
 UTM = Georeference((10, 0, 5e5, 0, -10, 5.3e6), (1, 1, 0, 3, 1024, 0, 1, 1, 1025, 0, 1, 1, 3072, 0, 1, 32633))

@@ -73,7 +73,7 @@ def test_a_cut_off_picture(tmp_path: Path, suffix: str) -> None:
 
 
 def test_a_picture_too_large_to_decode_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gigagrad.images.pictures._LARGEST_PICTURE_PX", 63)
+    monkeypatch.setattr("gigagrad.images.opening._LARGEST_PICTURE_PX", 63)
     Pillow.fromarray(np.zeros((8, 8), np.uint8)).save(tmp_path / "x.png")
     with pytest.raises(ImageError, match=r"8 x 8 px\); .* convert it to a tiled TIFF"):
         open_image(tmp_path / "x.png")

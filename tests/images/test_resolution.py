@@ -7,7 +7,7 @@ import warnings
 import pytest
 
 from gigagrad.errors import ImageError
-from gigagrad.images.resolution import GuessedResolutionWarning, choose_mpp, micrometres, number
+from gigagrad.images.georeference import GuessedResolutionWarning, choose_mpp, micrometres, number
 
 
 @pytest.mark.parametrize(

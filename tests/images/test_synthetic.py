@@ -15,8 +15,7 @@ from gigagrad.boxes import Box
 from gigagrad.errors import ConfigError, WriteError
 from gigagrad.images import open_image
 from gigagrad.images.synthetic import make_cohort, make_slide
-from gigagrad.images.synthetic.layout import STEP, make_layout, upsample
-from gigagrad.images.synthetic.render import Painter, make_painter
+from gigagrad.images.synthetic.painting import STEP, Painter, upsample
 from gigagrad.images.synthetic.textures import PERIOD, Textures, make_textures
 from gigagrad.images.tissue import label_image
 
@@ -28,7 +27,7 @@ def textures() -> Textures:
 
 @pytest.fixture(scope="module")
 def painter(textures: Textures) -> Painter:
-    return make_painter(1000, 1500, 3, textures)
+    return Painter(1000, 1500, 3, textures)
 
 
 def dice(first: np.ndarray, second: np.ndarray) -> float:
@@ -60,9 +59,9 @@ def test_pixels_do_not_depend_on_how_the_slide_is_cut(painter: Painter) -> None:
 
 
 def test_upsampling_is_the_same_in_every_box(painter: Painter) -> None:
-    whole = upsample(painter.layout.outline, Box.whole(1000, 1500))
+    whole = upsample(painter.outline, Box.whole(1000, 1500))
     for box in (Box(0, 0, 16, 16), Box(256, 512, 512, 1024), Box(992, 1488, 1000, 1500), Box(48, 160, 49, 161)):
-        np.testing.assert_array_equal(upsample(painter.layout.outline, box), whole[box.y0 : box.y1, box.x0 : box.x1])
+        np.testing.assert_array_equal(upsample(painter.outline, box), whole[box.y0 : box.y1, box.x0 : box.x1])
 
 
 def test_textures_repeat_without_a_seam(textures: Textures) -> None:
@@ -90,7 +89,7 @@ def test_the_recipe_finds_the_exact_mask(textures: Textures, tmp_path: Path, see
 
 def test_colours_are_those_of_a_scanned_section(textures: Textures) -> None:
     """Pure white beside scanned glass of 237; tissue pink to purple with dark nuclei and white vacuoles inside."""
-    painter = make_painter(2048, 3072, 1, textures)
+    painter = Painter(2048, 3072, 1, textures)
     pixels = np.concatenate([strip.copy() for strip in painter.rows()])
     mask = np.concatenate(list(painter.mask_rows())) > 0
     glass = pixels[~mask].mean(axis=1)
@@ -104,19 +103,19 @@ def test_colours_are_those_of_a_scanned_section(textures: Textures) -> None:
     assert np.mean(tissue > 230) > 0.005, "vacuoles, lumens and slits"
 
 
-def test_layouts_have_all_the_parts_a_slide_has() -> None:
-    layouts = [make_layout(2048, 4096, np.random.default_rng(seed)) for seed in range(3)]
-    for layout in layouts:
-        assert layout.outline.shape == (2048 // STEP + 2, 4096 // STEP + 2)
-        assert layout.outline.min() < 0 < layout.outline.max()
-        assert layout.epithelium.min() == 0
-        assert layout.epithelium.max() == 255
-        assert (layout.fields < 0).any()
-        assert (layout.fields >= 0).any()
-        assert layout.pen is not None
-        assert layout.pen.max() > 0
-    assert any(layout.fat.max() == 255 for layout in layouts)
-    assert any(layout.stain.max() > 190 for layout in layouts), "folds"
+def test_painters_have_all_the_parts_a_slide_has(textures: Textures) -> None:
+    painters = [Painter(2048, 4096, seed, textures) for seed in range(3)]
+    for painter in painters:
+        assert painter.outline.shape == (2048 // STEP + 2, 4096 // STEP + 2)
+        assert painter.outline.min() < 0 < painter.outline.max()
+        assert painter.epithelium.min() == 0
+        assert painter.epithelium.max() == 255
+        assert (painter.fields < 0).any()
+        assert (painter.fields >= 0).any()
+        assert painter.pen is not None
+        assert painter.pen.max() > 0
+    assert any(painter.fat.max() == 255 for painter in painters)
+    assert any(painter.stain.max() > 190 for painter in painters), "folds"
 
 
 @pytest.mark.parametrize(("height", "width"), [(64, 64), (65, 1000), (1000, 65), (257, 513)])

@@ -18,8 +18,8 @@ from gigagrad.errors import ImageError
 from gigagrad.execution.sources import read_ahead
 from gigagrad.images import GuessedResolutionWarning, open_image
 from gigagrad.images.openslide import open_openslide
+from gigagrad.images.pixels import TileCache
 from gigagrad.images.tiff import TiffImage
-from gigagrad.images.tile_cache import TileCache
 from gigagrad.threads import SideThreads
 
 CORNER = Box(0, 0, 1, 1)

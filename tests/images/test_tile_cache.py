@@ -13,8 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gigagrad.boxes import Box, tiles
-from gigagrad.images.pixels import grid_parts
-from gigagrad.images.tile_cache import ReadOrder, TileCache
+from gigagrad.images.pixels import ReadOrder, TileCache, grid_parts
 
 
 def tile(size: int) -> np.ndarray:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from gigagrad.errors import ImageError
 from gigagrad.masks import is_annotation_file, read_annotations
-from gigagrad.masks.compressed import annotation_stem
+from gigagrad.masks.annotations import annotation_stem
 from tests.masks.test_annotations import feature
 
 GEOJSON = json.dumps({"features": [feature(classification="Tumor"), feature(classification="Stroma")]}).encode()

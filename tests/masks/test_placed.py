@@ -23,7 +23,7 @@ from gigagrad.images import MaskClass, open_image
 from gigagrad.images.openslide import _bounds
 from gigagrad.images.pixels import Level
 from gigagrad.masks import open_mask, read_annotations
-from gigagrad.masks.placed import epsg_of
+from gigagrad.masks.outlines import epsg_of
 from gigagrad.prediction.polygons import trace, write_geojson
 from tests.images.scanned import write_scn
 

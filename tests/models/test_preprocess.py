@@ -9,7 +9,7 @@ import torch
 from gigagrad.errors import ImageError, ModelError
 from gigagrad.images import open_image
 from gigagrad.models import Normalise, Preprocess, load_model, resolve, save_model
-from gigagrad.models.preprocess import IMAGENET_MEAN, IMAGENET_STD, check_intensities
+from gigagrad.models.networks import IMAGENET_MEAN, IMAGENET_STD, check_intensities
 
 RNG = np.random.default_rng(1)
 

@@ -9,7 +9,7 @@ from torch import nn
 
 import gigagrad as gg
 from gigagrad.errors import ConfigError, ModelError
-from gigagrad.models.wrapped import unwrapped
+from gigagrad.models.registry import unwrapped
 
 
 @pytest.fixture

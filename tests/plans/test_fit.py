@@ -21,7 +21,7 @@ from gigagrad.plans.memory import compiled_convolutions
 from gigagrad.plans.plan import amount_of
 from gigagrad.plans.stages import split_stages
 from gigagrad.stores import DiskTier, HostTier, MemoryTier
-from gigagrad.stores.bricks import Bricks
+from gigagrad.stores.disk import Bricks
 from tests.plans.networks import MIB, Ladder, graph_of, kept_at_best, plan_of, problem_of, residual
 
 

@@ -14,7 +14,7 @@ from gigagrad.plans import estimate, lifetimes, split_stages
 from gigagrad.plans.liveness import held_by_pass
 from gigagrad.plans.stages import make_passes
 from gigagrad.stores import DiskTier, MemoryTier
-from gigagrad.stores.bricks import Bricks
+from gigagrad.stores.disk import Bricks
 from tests.plans.networks import MIB, graph_of, kept_at_best, plan_of, problem_of, residual
 
 

@@ -8,7 +8,7 @@ import pytest
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from gigagrad.errors import RankError
-from gigagrad.ranks.heartbeat import Heartbeat, start_call, store_keeper
+from gigagrad.ranks.process_group import Heartbeat, start_call, store_keeper
 
 
 @pytest.fixture

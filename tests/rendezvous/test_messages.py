@@ -2,7 +2,7 @@
 
 import torch
 
-from gigagrad.ranks.messages import packed, unpacked
+from gigagrad.ranks.ranks import packed, unpacked
 
 
 def test_tensors_come_out_as_they_went_in():

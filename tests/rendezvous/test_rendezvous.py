@@ -11,9 +11,9 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from gigagrad.cli.interrupts import is_first
 from gigagrad.errors import ConfigError, RankError
 from gigagrad.files import HOST
-from gigagrad.ranks import SingleRank, from_environment, launch, rendezvous
-from gigagrad.ranks.heartbeat import WatchedStore
-from gigagrad.ranks.rendezvous import find_members
+from gigagrad.ranks import SingleRank, from_environment, launch, mesh
+from gigagrad.ranks.mesh import find_members
+from gigagrad.ranks.process_group import WatchedStore
 from tests.ranks.started import variables_of
 
 TORCHRUN = "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_ERROR_FILE"
@@ -103,7 +103,7 @@ def test_a_timeout_is_some_time(timeout):
 
 
 def joins(monkeypatch, own, seconds=1.0):
-    monkeypatch.setattr(rendezvous, "JOINING_SECONDS", seconds)
+    monkeypatch.setattr(mesh, "JOINING_SECONDS", seconds)
     for name, value in (own | {"OMP_NUM_THREADS": "1"}).items():
         monkeypatch.setenv(name, value)
     from_environment(timeout=1.0)

@@ -1,4 +1,4 @@
-"""One conformance suite for all codecs."""
+"""What the codec of kept fields promises, and when it runs."""
 
 import sys
 from concurrent.futures import ThreadPoolExecutor

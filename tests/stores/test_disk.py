@@ -18,8 +18,8 @@ from gigagrad.boxes import Box
 from gigagrad.devices import Machine
 from gigagrad.errors import StoreError
 from gigagrad.files import HOST
-from gigagrad.stores import Blosc, DiskStore, DiskTier, PlannedDiskTier, Scratch
-from gigagrad.stores.bricks import Bricks
+from gigagrad.stores import Blosc, DiskStore, DiskTier, FieldSpec, PlannedDiskTier, Scratch
+from gigagrad.stores.disk import Bricks
 
 
 def past_the_cache(monkeypatch):
@@ -37,7 +37,7 @@ def scratch(request, tmp_path, monkeypatch):
 
 
 def store(scratch, shape=(1, 3, 150, 170), dtype=torch.float32, name="field", codec=None):
-    return DiskStore(shape, dtype, (-2, -1), scratch=scratch, name=name, codec=codec)
+    return DiskStore(FieldSpec(name, shape, dtype, (-2, -1)), scratch, codec)
 
 
 @st.composite

@@ -15,7 +15,6 @@ from gigagrad.boxes import Box, Span, tiles
 from gigagrad.devices.buffer_pool import BufferPool
 from gigagrad.stores import (
     Blosc,
-    Codec,
     DiskStore,
     FieldSpec,
     Half,
@@ -193,7 +192,7 @@ class TestHostStoreInSpareMemory(StoreConformance):
 
 
 class TestDiskStore(StoreConformance):
-    codec: Codec | None = None
+    codec: Blosc | None = None
 
     @pytest.fixture(autouse=True)
     def scratch(self, tmp_path):
@@ -202,7 +201,7 @@ class TestDiskStore(StoreConformance):
         self._scratch.close()
 
     def make(self, shape, dtype, axes):
-        return DiskStore(shape, dtype, axes, scratch=self._scratch, name="field", codec=self.codec)
+        return DiskStore(FieldSpec("field", shape, dtype, axes), self._scratch, self.codec)
 
 
 class TestEncodedDiskStore(TestDiskStore):

@@ -11,7 +11,7 @@ import pytest
 from gigagrad.allowances import FREE_SHARE
 from gigagrad.errors import StoreError
 from gigagrad.stores import DiskTier, HostTier, MemoryTier, PlannedDiskTier
-from gigagrad.stores.tier import least_room
+from gigagrad.stores.store import least_room
 from tests.stores.test_own_tier import Bucket
 
 HERE, THERE = ("here", 100), ("there", 90)

@@ -130,7 +130,7 @@ def _warnings_in_one_line() -> Iterator[None]:
     """Print our own warnings as `gigagrad: warning: ...`; what libraries warn of, in either way, is for developers,
     who pass `python -W`.
     """
-    from gigagrad.images.resolution import GuessedResolutionWarning
+    from gigagrad.images.georeference import GuessedResolutionWarning
 
     def show(message: Warning | str, *rest: object, **named: object) -> None:
         _complain(f"warning: {message}", 0)

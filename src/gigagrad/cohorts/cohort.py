@@ -40,7 +40,7 @@ from gigagrad.images import InputView
 from gigagrad.images.layout import plain_stem
 from gigagrad.images.views import AS_STORED
 from gigagrad.masks import ClassTable, is_annotation_file, open_mask, read_annotations
-from gigagrad.masks.compressed import annotation_stem
+from gigagrad.masks.annotations import annotation_stem
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,8 +23,7 @@ from gigagrad.graphs import Graph, LossModule
 from gigagrad.images import Image
 from gigagrad.images.views import ArrayImage, TensorImage
 from gigagrad.ranks import Ranks
-from gigagrad.ranks.messages import as_bytes
-from gigagrad.ranks.ranks import named
+from gigagrad.ranks.ranks import as_bytes, named
 
 _crc32: Any = imagecodecs.deflate_crc32  # takes any buffer; its type stubs name only three kinds
 _WHOLE_BYTES = {True: 2**24, False: 2**20}

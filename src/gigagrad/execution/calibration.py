@@ -27,9 +27,9 @@ from gigagrad.devices.machine import Machine, cache_bytes, profile_path, write_p
 from gigagrad.errors import ConfigError
 from gigagrad.events import Events, JobAdvanced, JobFinished, JobStarted, Listener
 from gigagrad.execution.compiling import compile
-from gigagrad.stores import Blosc, DiskStore, Scratch
-from gigagrad.stores.bricks import MOST_BYTES
-from gigagrad.stores.scratch_file import ScratchFile, page_aligned
+from gigagrad.stores import Blosc, DiskStore, FieldSpec, Scratch
+from gigagrad.stores.disk import MOST_BYTES
+from gigagrad.stores.scratch import ScratchFile, page_aligned
 from gigagrad.threads import operator_threads
 
 _JOB = "calibrate"
@@ -228,7 +228,7 @@ def file_bytes_per_second(folder: Path, size: int) -> float:
     scratch = Scratch(folder, _FIELD_CHANNELS * side * side * 4)
     try:
         shape = (1, _FIELD_CHANNELS, side, side)
-        store = DiskStore(shape, tile.dtype, (-2, -1), scratch=scratch, name="rate")
+        store = DiskStore(FieldSpec("rate", shape, tile.dtype, (-2, -1)), scratch)
         with closing(store), operator_threads(1):
 
             def write_and_read() -> None:

@@ -24,7 +24,7 @@ from gigagrad.plans.partition import gradient_dtype, share_of, sum_dtype
 from gigagrad.plans.parts import before, behind
 from gigagrad.plans.program import Exchange, Gather, Sum, Transfer
 from gigagrad.ranks import Ranks
-from gigagrad.ranks.messages import packed, unpacked
+from gigagrad.ranks.ranks import packed, unpacked
 from gigagrad.stores import Store
 
 Shape = tuple[tuple[int, ...], torch.dtype]

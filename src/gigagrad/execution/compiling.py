@@ -12,9 +12,10 @@ from torch import nn
 from gigagrad.devices import Device, device_for
 from gigagrad.errors import ConfigError
 from gigagrad.execution.engine import Engine, Loss
-from gigagrad.models.wrapped import unwrapped
+from gigagrad.models.registry import unwrapped
 from gigagrad.ranks import Ranks, SingleRank, ranks_of
-from gigagrad.stores import DiskTier, HostTier, MemoryTier, Quantised, Tier, parse_storage, registered_tier
+from gigagrad.stores import DiskTier, HostTier, MemoryTier, Quantised, Tier, parse_storage
+from gigagrad.stores.store import registered_tier
 from gigagrad.units import parse_bytes
 
 if TYPE_CHECKING:

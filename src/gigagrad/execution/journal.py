@@ -29,7 +29,7 @@ from gigagrad.execution.scalars import ScalarGraph, Values
 from gigagrad.files import write_error
 from gigagrad.graphs import GATHER
 from gigagrad.plans import Parts
-from gigagrad.ranks.messages import as_bytes
+from gigagrad.ranks.ranks import as_bytes
 from gigagrad.stores import Store
 
 _AT_A_TIME_BYTES = 2**23

@@ -39,9 +39,9 @@ from gigagrad.plans.memory import compiled_convolutions, whole_compiled_convolut
 from gigagrad.plans.plan import amount_of, total
 from gigagrad.plans.whole import whole_plan
 from gigagrad.ranks import Ranks
-from gigagrad.ranks.numerics import mismatched_numerics
+from gigagrad.ranks.ranks import mismatched_numerics
 from gigagrad.stores import Rounding, Tier
-from gigagrad.stores.tier import least_room
+from gigagrad.stores.store import least_room
 
 _WORTH_A_TRIAL = 32
 """Fewer tiles than this are over before a trial of memory layouts would pay."""

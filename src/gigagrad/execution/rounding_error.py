@@ -14,7 +14,7 @@ import torch
 
 from gigagrad.graphs import Call, Gains, Graph, Node, lookup
 from gigagrad.plans import Stage
-from gigagrad.stores.bounds import Norms, noisy_shares
+from gigagrad.stores.rounding import Norms, noisy_shares
 
 NEWEST = 0.1
 """The weight of the newest run in averages."""

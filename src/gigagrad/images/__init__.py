@@ -1,10 +1,10 @@
 """Open, read and write images; label tissue; make synthetic slides."""
 
+from gigagrad.images.georeference import GuessedResolutionWarning, require_mpp
 from gigagrad.images.image import Image
 from gigagrad.images.layout import MaskClass
 from gigagrad.images.opening import open_image
 from gigagrad.images.pixels import Level
-from gigagrad.images.resolution import GuessedResolutionWarning, require_mpp
 from gigagrad.images.synthetic import make_cohort, make_slide
 from gigagrad.images.thumbnails import thumbnail
 from gigagrad.images.tissue import PAPER_RECIPE, Recipe, label_image, tissue_mask, write_label

@@ -35,6 +35,10 @@ if TYPE_CHECKING:
 _NODATA_BLOCK_PX = 512
 """Side of the blocks in which pixels are looked at for data."""
 _UM_SHOWN_IN_METRES = 1e4
+_SEEN_BY_VIEWS = (
+    *("dtype", "name", "fill", "mpp", "georeference", "bounds", "nodata", "channel_names"),
+    *("cache_bytes", "thread_bytes", "decode_seconds"),
+)
 
 
 class Image(ABC):
@@ -276,19 +280,7 @@ class View(Image):
         **changed: Any,
     ) -> None:
         self._image = image
-        kept: dict[str, Any] = {
-            "dtype": image.dtype,
-            "name": image.name,
-            "fill": image.fill,
-            "mpp": image.mpp,
-            "georeference": image.georeference,
-            "bounds": image.bounds,
-            "nodata": image.nodata,
-            "channel_names": image.channel_names,
-            "cache_bytes": image.cache_bytes,
-            "thread_bytes": image.thread_bytes,
-            "decode_seconds": image.decode_seconds,
-        }
+        kept: dict[str, Any] = {name: getattr(image, name) for name in _SEEN_BY_VIEWS}
         super().__init__(shape=shape or image.shape, levels=levels or image.levels, **kept | changed)
 
     def _blank(self, height: int, width: int) -> Pixels:

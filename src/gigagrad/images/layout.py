@@ -68,10 +68,6 @@ class Layout:
         _, text = self.tags.get(GDAL_NODATA, ("s", b""))
         return parse_nodata(bytes(text).decode("ascii", "replace"), self.dtype)
 
-    def plane(self, pixels: Array, index: int) -> Array:
-        """Return the pixels of one plane of `(h, w, C)`, `(h, w)` or `(h, w, 3)`, a view."""
-        return pixels if self.colour else pixels[..., index]
-
     def check(self) -> None:
         """Raise `WriteError` for what cannot be written."""
         if min(self.shape) < 1:

@@ -10,10 +10,18 @@ from typing import Any
 import numpy as np
 
 from gigagrad.boxes import Box
+from gigagrad.images.georeference import choose_mpp, number
 from gigagrad.images.image import Image
-from gigagrad.images.pixels import Array, Level, check_size, choose_level, grid_parts, in_our_words
-from gigagrad.images.resolution import choose_mpp, number
-from gigagrad.images.tile_cache import CACHE_BYTES, TileCache
+from gigagrad.images.pixels import (
+    CACHE_BYTES,
+    Array,
+    Level,
+    TileCache,
+    check_size,
+    choose_level,
+    grid_parts,
+    in_our_words,
+)
 from gigagrad.threads import side_by_side
 
 _WHITE = 255

@@ -11,10 +11,8 @@ from __future__ import annotations
 import re
 import zlib
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from dataclasses import dataclass
-from functools import lru_cache
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from operator import mul
 
 from gigagrad.images.pixels import LUMA_BT601, Array
@@ -61,7 +59,6 @@ def _webp_size(data: bytes) -> tuple[int, int]:
 _CUT_OFF = "it is cut off"
 
 _JPEG_START, _JPEG_END, _JPEG_SCAN, _JPEG_RESTARTS = b"\xff\xd8", 0xD9, 0xDA, 0xDD
-_JPEG_SCAN_BEGINS, _LONGEST_HEAD = b"\xff\xda", 4096
 # Entropy-coded data hides its own 0xFF bytes as FF 00; restart markers (D0 to D7) and fill bytes are part of it.
 _JPEG_NEXT_MARKER = re.compile(rb"\xff[^\x00\xd0-\xd7\xff]")
 _JPEG_RESTART = re.compile(rb"\xff[\xd0-\xd7]")
@@ -94,23 +91,36 @@ class Jpeg:
         """Walk over the markers, once. Raises `ValueError` that says what is wrong, in a few words."""
         if not data.startswith(_JPEG_START):
             raise ValueError("it does not begin like a JPEG")
-        scan = data.find(_JPEG_SCAN_BEGINS, 0, _LONGEST_HEAD)
-        head = _Head.of(data[:scan]) if scan > 0 else _Head()
-        segments = list(_jpeg_segments(data, head.end))
-        frames = [*head.frames, *((marker, at) for marker, at in segments if marker in _JPEG_FRAMES)]
-        ends = tuple(end for (marker, _), (_, end) in pairwise(segments) if marker == _JPEG_SCAN)
+        at, frames, ends, restarts = len(_JPEG_START), list[int](), list[int](), False
+        marker = 0
+        while marker != _JPEG_END:
+            if at + 2 > len(data):
+                raise ValueError(_CUT_OFF)
+            marker = data[at + 1]
+            if data[at] != 0xFF or (marker not in _JPEG_WITH_LENGTH and marker not in (0xFF, _JPEG_END)):
+                raise ValueError(f"it has foreign bytes at {at}")
+            if marker == 0xFF:
+                at += 1
+                continue
+            if marker in _JPEG_FRAMES:
+                frames.append(at)
+            restarts |= marker == _JPEG_RESTARTS
+            at += 2 + max(2, int.from_bytes(data[at + 2 : at + 4], "big"))
+            if marker == _JPEG_SCAN:
+                following = _JPEG_NEXT_MARKER.search(data, at)
+                at = following.start() if following else len(data)
+                ends.append(at)
         if not ends or not frames:
             raise ValueError("it holds no image")
         if len(frames) != 1:
             raise ValueError(f"it holds {len(frames)} images")
-        ((kind, at),) = frames
-        if kind not in _JPEG_FRAMES_READ:
+        (at,) = frames
+        if (kind := data[at + 1]) not in _JPEG_FRAMES_READ:
             raise ValueError(f"it is a JPEG of a rare kind (SOF{kind - 0xC0})")
         if len(ends) > _JPEG_MOST_SCANS:
             raise ValueError(f"it has {len(ends)} scans")
         height, width = (int.from_bytes(data[place : place + 2], "big") for place in (at + 5, at + 7))
-        restarts = head.restarts or any(marker == _JPEG_RESTARTS for marker, _ in segments)
-        return cls(data, data[at + 4], height, width, ends, restarts)
+        return cls(data, data[at + 4], height, width, tuple(ends), restarts)
 
     def check_ends(self, pixels_HWC: Array, decode: Callable[[bytes], Array]) -> None:
         """Raise `ValueError` with the row where the stream has no more data for its pixels.
@@ -136,51 +146,6 @@ class Jpeg:
         changed = (longer != pixels_HWC).any(axis=(1, 2))
         if changed.any():
             raise ValueError(f"it ends before its pixels, at row {int(changed.argmax())} of {len(changed)}")
-
-
-@dataclass(frozen=True, slots=True)
-class _Head:
-    """The part before the scans of a JPEG: the same in all tiles of a file."""
-
-    frames: tuple[tuple[int, int], ...] = ()
-    restarts: bool = False
-    end: int = len(_JPEG_START)
-
-    @staticmethod
-    @lru_cache(maxsize=64)
-    def of(head: bytes) -> _Head:
-        """Find the markers in `head`; none where they do not lead to its end."""
-        markers = list[tuple[int, int]]()
-        with suppress(ValueError):
-            markers.extend(_jpeg_segments(head, len(_JPEG_START)))
-        marker, at = markers[-1] if markers else (_JPEG_END, 0)
-        if marker == _JPEG_END or _end_of_segment(head, at) != len(head):
-            return _Head()
-        frames = tuple((marker, at) for marker, at in markers if marker in _JPEG_FRAMES)
-        return _Head(frames, any(marker == _JPEG_RESTARTS for marker, _ in markers), len(head))
-
-
-def _end_of_segment(data: bytes, at: int) -> int:
-    return at + 2 + max(2, int.from_bytes(data[at + 2 : at + 4], "big"))
-
-
-def _jpeg_segments(data: bytes, at: int) -> Iterator[tuple[int, int]]:
-    """Yield every marker from there on and where it stands, up to the end of the image."""
-    while at + 2 <= len(data):
-        marker = data[at + 1]
-        if data[at] != 0xFF or (marker not in _JPEG_WITH_LENGTH and marker not in (0xFF, _JPEG_END)):
-            raise ValueError(f"it has foreign bytes at {at}")
-        if marker == 0xFF:
-            at += 1
-            continue
-        yield marker, at
-        if marker == _JPEG_END:
-            return
-        at = _end_of_segment(data, at)
-        if marker == _JPEG_SCAN:
-            following = _JPEG_NEXT_MARKER.search(data, at)
-            at = following.start() if following else len(data)
-    raise ValueError(_CUT_OFF)
 
 
 _J2K_FILE, _J2K_START = b"\x00\x00\x00\x0cjP  ", b"\xff\x4f\xff\x51"

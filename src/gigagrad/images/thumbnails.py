@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import html
-import io
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -72,7 +71,11 @@ def _averaged(image: Image, max_side: int) -> Array:
         sums = np.add.reduceat(sums, rows[:-1] - rows[0], axis=1)
         means = sums / (np.diff(rows)[:, None] * np.diff(columns))
         small_HWC[out.y0 : out.y1, out.x0 : out.x1] = (np.rint(means) if bytes_already else means).transpose(1, 2, 0)
-    return small_HWC if bytes_already else _as_bytes(small_HWC, pixels.dtype)
+    if bytes_already:
+        return small_HWC
+    small_HWC = np.nan_to_num(small_HWC, copy=False)
+    low, high = range_shown(small_HWC, pixels.dtype)
+    return np.clip(np.rint((small_HWC - low) * (255 / (high - low))), 0, 255).astype(np.uint8)
 
 
 def samples(image: Image) -> list[Array]:
@@ -101,12 +104,6 @@ def range_shown(values: Array, dtype: np.dtype[Any]) -> tuple[float, float]:
     return low, high
 
 
-def _as_bytes(means_HWC: Array, dtype: np.dtype[Any]) -> Array:
-    means_HWC = np.nan_to_num(means_HWC, copy=False)
-    low, high = range_shown(means_HWC, dtype)
-    return np.clip(np.rint((means_HWC - low) * (255 / (high - low))), 0, 255).astype(np.uint8)
-
-
 def image_html(image: Image) -> str:
     """Return the image's text, and a thumbnail unless it is closed, unreadable or without a small level."""
     text = f"<div><code>{html.escape(repr(image))}</code></div>"
@@ -122,11 +119,9 @@ def image_html(image: Image) -> str:
 
 def _png(pixels_HWC: np.ndarray[tuple[int, ...], np.dtype[np.uint8]]) -> bytes:
     """Encode the first three channels, else the first in grey; a mask of few values is stretched to be seen."""
-    from PIL import Image as Pictures
+    import imagecodecs
 
     shown = pixels_HWC[..., :3] if pixels_HWC.shape[2] >= 3 else pixels_HWC[..., 0]
     if shown.ndim == 2 and 0 < int(shown.max()) < 32:
         shown = (shown.astype(np.uint16) * 255 // int(shown.max())).astype(np.uint8)
-    out = io.BytesIO()
-    Pictures.fromarray(np.ascontiguousarray(shown)).save(out, "PNG")
-    return out.getvalue()
+    return bytes(imagecodecs.png_encode(np.ascontiguousarray(shown)))

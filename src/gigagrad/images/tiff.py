@@ -25,9 +25,12 @@ from gigagrad.errors import ImageError
 from gigagrad.files import bytes_at
 from gigagrad.images.image import Image, View
 from gigagrad.images.pixels import (
+    CACHE_BYTES,
     ROWS_AT_ONCE,
     Array,
     Pixels,
+    ReadOrder,
+    TileCache,
     as_slice,
     choose_level,
     fill_of,
@@ -39,22 +42,13 @@ from gigagrad.images.stream_check import JPEG_COMPRESSIONS, check_stream
 from gigagrad.images.tiff_directory import (
     LARGEST_SEGMENT_BYTES,
     Directories,
-    base_mpp,
     better_by_openslide,
-    channel_names,
-    check_kind,
+    check_alone,
     check_layout,
-    check_whole,
-    gaps_of,
-    georeference_of,
-    has_alpha,
-    is_colour,
-    is_slide,
+    described,
     mask_levels,
-    nodata_of,
     walk_tiff,
 )
-from gigagrad.images.tile_cache import CACHE_BYTES, ReadOrder, TileCache
 from gigagrad.images.views import Resampled
 from gigagrad.threads import side_by_side
 from gigagrad.units import format_bytes
@@ -134,8 +128,11 @@ def segments_of(series: Any, name: str, directories: Directories) -> Segments:
     if page.imagedepth != 1 or page.tiledepth != 1:
         raise ImageError(f"{name} has pixels in depth; expected a 2-D image; extract the plane you mean")
     if offset := series.dataoffset:  # 0 is the place of a strip that the file leaves out
-        return _raw_strips(series, page, int(offset), name, directories)
-    return _file_segments(series, page, name, directories)
+        found = _raw_strips(series, page, int(offset), name, directories)
+    else:
+        found = _file_segments(series, page, name, directories)
+    found.check_within(directories.file_bytes, name)
+    return found
 
 
 def _raw_strips(series: Any, page: Any, offset: int, name: str, directories: Directories) -> Segments:
@@ -298,9 +295,6 @@ class TiffImage(Image):
         )
         self._path = path
         self._segments = segments
-        # A colour image's alpha channel, stored as the last sample or the last plane, is not read.
-        self._planes = min(segments.planes, channels)
-        self._kept = channels // self._planes
         self._slide = gaps is None
         self._gaps = self.fill if gaps is None else gaps
         # As for rasterio: of a value of no data that of alpha tells, unless alpha is a channel as others.
@@ -317,22 +311,20 @@ class TiffImage(Image):
         return self._read_channels(box, range(self.channels))
 
     def _read_channels(self, box: Box, channels: Sequence[int]) -> Array:
+        return self._emptied(box, self._read_stored(box, channels)).transpose(2, 0, 1)
+
+    def _read_stored(self, box: Box, channels: Sequence[int]) -> Array:
+        """Read channels, among them alpha, which is stored as the last: `(h, w, len(channels))`."""
         pixels_HWC = np.empty((*box.shape, len(channels)), self._segments.dtype)
         by_plane: dict[int, tuple[list[int], list[int]]] = {}
         for index, channel in enumerate(channels):
-            at, samples = by_plane.setdefault(channel // self._kept, ([], []))
+            plane, sample = divmod(channel, self._segments.samples)
+            at, samples = by_plane.setdefault(plane, ([], []))
             at.append(index)
-            samples.append(channel % self._kept)
+            samples.append(sample)
         for plane, (at, samples) in by_plane.items():
             self._read_plane(box, plane, self._segments.decode, pixels_HWC, at, samples)
-        return self._emptied(box, pixels_HWC).transpose(2, 0, 1)
-
-    def _read_alpha(self, box: Box) -> Array:
-        assert self._alpha is not None
-        plane, sample = divmod(self._alpha, self._segments.samples)
-        alpha_HW1 = np.empty((*box.shape, 1), self._segments.dtype)
-        self._read_plane(box, plane, self._segments.decode, alpha_HW1, [0], [sample])
-        return alpha_HW1.transpose(2, 0, 1)
+        return pixels_HWC
 
     @property
     def _grey_seconds(self) -> float:
@@ -421,7 +413,8 @@ class _Alpha(View):
     def _read_inside(self, box: Box) -> Pixels:
         assert isinstance(self._image, TiffImage)
         self._image._require_open()
-        return self._image._read_alpha(box)
+        assert self._image._alpha is not None
+        return self._image._read_stored(box, [self._image._alpha]).transpose(2, 0, 1)
 
 
 def _valid(path: Path, tables: list[Segments], shape: tuple[int, int]) -> Image:
@@ -442,10 +435,7 @@ def _tables(path: Path) -> list[Segments]:
     directories = walk_tiff(path)
     with in_our_words(f"cannot read {path} as a TIFF"), path.open("rb") as file, tifffile.TiffFile(file) as tif:
         check_layout(tif.series[0], path.name)
-        tables = [segments_of(entry, path.name, directories) for entry in tif.series[0].levels]
-    for table in tables:
-        table.check_within(directories.file_bytes, path.name)
-    return tables
+        return [segments_of(entry, path.name, directories) for entry in tif.series[0].levels]
 
 
 def open_tiff(path: Path, *, level: int = 0, mpp: float | None = None, ids: bool = False) -> TiffImage | None:
@@ -469,8 +459,7 @@ def open_tiff(path: Path, *, level: int = 0, mpp: float | None = None, ids: bool
     ):
         if better_by_openslide(tif):
             return None
-        check_kind(tif, path.name)
-        check_whole(tif, path)
+        check_alone(tif, path)
         series = tif.series[0]
         check_layout(series, path.name, palette=ids)
         tables = [segments_of(entry, path.name, directories) for entry in series.levels]
@@ -479,27 +468,6 @@ def open_tiff(path: Path, *, level: int = 0, mpp: float | None = None, ids: bool
         # As for GDAL, one in a file of its own comes first.
         if (beside := path.with_name(f"{path.name}.msk")).is_file():
             mask = partial(_valid, beside, _tables(beside))
-        colour = is_colour(series.keyframe)
-        alpha = has_alpha(series.keyframe)
-        # As in GDAL, a mask is right where there is a value of no data, too.
-        nodata = None if mask else nodata_of(series.keyframe)
-        place = georeference_of(series.keyframe, path)
-        slide = is_slide(series.keyframe) and place is None and not mask
-        base = base_mpp(tif, series.keyframe, mpp, path.name, place)
-        names = channel_names(tif, series.keyframe, tables[0].planes * tables[0].samples)
-    for table in (*tables, *mask_tables):
-        table.check_within(directories.file_bytes, path.name)
-    return TiffImage(
-        path,
-        tables,
-        mask,
-        colour=colour,
-        alpha=alpha,
-        gaps=None if slide else gaps_of(series.keyframe),
-        level=level,
-        mpp=base,
-        channel_names=names,
-        ids=ids,
-        georeference=place,
-        nodata=nodata,
-    )
+        channels = tables[0].planes * tables[0].samples
+        said = described(tif, path, channels, mpp, masked=mask is not None)
+    return TiffImage(path, tables, mask, level=level, ids=ids, **said)

@@ -20,9 +20,8 @@ from xml.etree import ElementTree
 import numpy as np
 
 from gigagrad.errors import ImageError
-from gigagrad.images.georeference import GDAL_NODATA, TAGS, Georeference, world_file
+from gigagrad.images.georeference import GDAL_NODATA, TAGS, Georeference, choose_mpp, micrometres, number, world_file
 from gigagrad.images.pixels import check_size, parse_nodata, value_of_gaps
-from gigagrad.images.resolution import choose_mpp, micrometres, number
 from gigagrad.images.stream_check import JPEG_2000_COMPRESSIONS, JPEG_COMPRESSIONS
 from gigagrad.units import format_bytes
 
@@ -55,6 +54,7 @@ _APERIO_YCBCR = 33003  # JPEG 2000 whose colour transform is left to the reader
 _ALPHA = (1, 2)
 """Kinds of extra samples (TIFF 6.0, section 18): associated and unassociated alpha; 0 is unspecified."""
 _MINISBLACK, _RGB, _PALETTE, _YCBCR = 1, 2, 3, 6
+_COLOURS = (_RGB, _YCBCR)
 _INCH, _CENTIMETRE = 2, 3
 _IS_MASK = 4
 _GDAL_METADATA = 42112
@@ -115,11 +115,6 @@ class Directories:
     count: int = 0
     samples: int = 1
     largest_px: int = 1
-
-    @property
-    def most_planes(self) -> int:
-        """Return the most planes that may be in the file, whatever a description says."""
-        return max(_PLANES_ANYBODY_MAY_DECLARE, self.count * self.samples)
 
 
 def walk_tiff(path: Path) -> Directories:
@@ -283,7 +278,7 @@ def _check_description(text: bytes, directories: Directories) -> None:
             declared = _planes_declared(element, directories)
         except ValueError as error:
             raise _Broken(f"its description has no number where one should be ({error})") from None
-        if declared > directories.most_planes:
+        if declared > max(_PLANES_ANYBODY_MAY_DECLARE, directories.count * directories.samples):
             raise _Broken(f"its description declares {declared} planes, its directories are {directories.count}")
         if element.tag.endswith("Along"):
             raise _Broken("its OME-XML splits an axis (ModuloAlong), so that it is no single image")
@@ -314,7 +309,7 @@ def better_by_openslide(tif: Any) -> bool:
         or "iScan" in str(_value(page, _XMP))
         or int(page.compression) == _APERIO_YCBCR
         or (int(page.photometric) == _YCBCR and int(page.compression) in JPEG_2000_COMPRESSIONS)
-        or (tif.is_svs and page.dtype == "u1" and is_slide(page) and _unlike_aperio(tif))
+        or (tif.is_svs and page.dtype == "u1" and _is_slide(page) and _unlike_aperio(tif))
     )
 
 
@@ -326,20 +321,17 @@ def _unlike_aperio(tif: Any) -> bool:
     return any(0 in page.databytecounts for page in tiled[1:]) or {page.shape for page in tiled} != levels
 
 
-def check_kind(tif: Any, name: str) -> None:
-    """Raise `ImageError` for the stacks of microscopes, before their tables are read."""
-    if kinds := [flag.removeprefix("is_") for flag in _STACKS if getattr(tif, flag)]:
-        raise ImageError(
-            f"{name} is a microscope's stack ({kinds[0].upper()}), not one image; extract the plane you mean into a "
-            "TIFF of its own"
-        )
-
-
-def check_whole(tif: Any, path: Path) -> None:
-    """Raise `ImageError` for one file of an OME-TIFF of several, whose channels and pixel size are those of all.
+def check_alone(tif: Any, path: Path) -> None:
+    """Raise `ImageError` for a microscope's stack, before its tables are read, and for one of several files of an
+    OME-TIFF, whose channels and pixel size are those of all.
 
     As for Bio-Formats, a plane is in this file if it has its UUID or its name, or if there is but one file, renamed.
     """
+    if kinds := [flag.removeprefix("is_") for flag in _STACKS if getattr(tif, flag)]:
+        raise ImageError(
+            f"{path.name} is a microscope's stack ({kinds[0].upper()}), not one image; extract the plane you mean into "
+            "a TIFF of its own"
+        )
     xml = tif.ome_metadata or ""
     binary_only = _elements(xml, "BinaryOnly")
     described_by = _file_name(binary_only[0][0].get("MetadataFile", "")) if binary_only else ""
@@ -380,15 +372,15 @@ def check_layout(series: Any, name: str, *, palette: bool = False) -> None:
             "MINISBLACK (or YCBCR as JPEG); convert it to RGB"
         )
     turned = int(_value(page, _ORIENTATION) or 1)
-    if turned != 1 and is_slide(page) and int(page.compression) not in JPEG_COMPRESSIONS:
+    if turned != 1 and _is_slide(page) and int(page.compression) not in JPEG_COMPRESSIONS:
         raise ImageError(
             f"{name} is a slide that is turned or mirrored by its orientation tag ({turned}), which readers understand "
             "differently; write it again upright"
         )
-    check_codec(page, name)
+    _check_codec(page, name)
 
 
-def check_codec(page: Any, name: str) -> None:
+def _check_codec(page: Any, name: str) -> None:
     """Raise `ImageError` for a compression that cannot be decoded, or not safely."""
     if int(page.compression) not in _CODECS:
         label = getattr(page.compression, "name", int(page.compression))
@@ -408,24 +400,12 @@ def check_codec(page: Any, name: str) -> None:
         ) from error
 
 
-def is_colour(page: Any) -> bool:
-    return int(page.photometric) in (_RGB, _YCBCR)
-
-
-def has_alpha(page: Any) -> bool:
+def _has_alpha(page: Any) -> bool:
     """Return whether the last of two or four samples is alpha; one that is not said to be is a band as others, near
     infrared for one. GDAL's metadata may say otherwise than the tag."""
     kinds, samples = page.extrasamples, page.samplesperpixel
     role = _of_samples(page, "colorinterp").get(samples - 1, "alpha").casefold()
     return samples in (2, 4) and bool(kinds) and int(kinds[-1]) in _ALPHA and role == "alpha"
-
-
-def base_mpp(tif: Any, page: Any, given: float | None, name: str, georeference: Georeference | None) -> float | None:
-    """Find level 0's micrometres per pixel in georeference, OME-XML, Aperio description or resolution tags."""
-    # The resolution is asked for before the guess, so an Aperio file's objective counts only where nothing else does.
-    description = str(page.description or "")
-    claims = [_aperio(description, "MPP"), _ome(tif.ome_metadata), _resolution_tags(page)]
-    return choose_mpp(given, name, claims, _aperio(description, "AppMag"), georeference=georeference)
 
 
 def mask_levels(tif: Any, name: str) -> list[Any]:
@@ -436,46 +416,53 @@ def mask_levels(tif: Any, name: str) -> list[Any]:
     """
     levels: list[Any] = next((series.levels for series in tif.series if series.keyframe.subfiletype & _IS_MASK), [])
     for level in levels:
-        check_codec(level.keyframe, name)
+        _check_codec(level.keyframe, name)
     return levels
 
 
-def georeference_of(page: Any, path: Path) -> Georeference | None:
-    """Read the place from the tags, or else from the world file. Raises `ImageError` for a damaged one."""
-    return world_file(path) if (place := _of_tags(page)) is None else place
+def described(tif: Any, path: Path, channels: int, mpp: float | None, *, masked: bool) -> dict[str, Any]:
+    """Read what `TiffImage` is told of a file beside its tiles; of `masked` ones a mask says where there is data.
+
+    Level 0's micrometres per pixel are `mpp`, else those of georeference, OME-XML, Aperio description or resolution
+    tags; the georeference is that of the tags, else of the world file. Raises `ImageError` for a damaged one.
+    """
+    page = tif.series[0].keyframe
+    place = Georeference.of_tags({tag: value for tag in TAGS if (value := _value(page, tag)) is not None})
+    place = world_file(path) if place is None else place
+    # The resolution is asked for before the guess, so an Aperio file's objective counts only where nothing else does.
+    description = str(page.description or "")
+    claims = [_aperio(description, "MPP"), _ome(tif.ome_metadata), _resolution_tags(page)]
+    text = _value(page, GDAL_NODATA)
+    text = text if isinstance(text, str) else None
+    slide = _is_slide(page) and place is None and not masked
+    return {
+        "colour": int(page.photometric) in _COLOURS,
+        "alpha": _has_alpha(page),
+        "georeference": place,
+        "mpp": choose_mpp(mpp, path.name, claims, _aperio(description, "AppMag"), georeference=place),
+        "channel_names": _channel_names(tif, page, channels),
+        # As in GDAL, a mask is right where there is a value of no data, too.
+        "nodata": None if masked else parse_nodata(text, np.dtype(page.dtype)),
+        "gaps": None if slide else value_of_gaps(text, np.dtype(page.dtype)),
+    }
 
 
-def _of_tags(page: Any) -> Georeference | None:
-    return Georeference.of_tags({tag: value for tag in TAGS if (value := _value(page, tag)) is not None})
-
-
-def nodata_of(page: Any) -> int | float | None:
-    """Return the value of samples without data, None where the file names none that a sample could have."""
-    return parse_nodata(_nodata_text(page), np.dtype(page.dtype))
-
-
-def gaps_of(page: Any) -> int | float:
-    """Return what is in the tiles and strips that a file leaves out which is no slide."""
-    return value_of_gaps(_nodata_text(page), np.dtype(page.dtype))
-
-
-def is_slide(page: Any) -> bool:
+def _is_slide(page: Any) -> bool:
     """Return whether OpenSlide's word counts, for which what is not there is transparent, and not GDAL's: colours in
     tiles, none of GDAL's tags, but one that says how large a pixel is or what this is, which GDAL does not write
     unasked."""
-    colours = is_colour(page) and (page.samplesperpixel == 3 or has_alpha(page)) and page.dtype in ("u1", "u2")
+    colours = (
+        int(page.photometric) in _COLOURS
+        and (page.samplesperpixel == 3 or _has_alpha(page))
+        and page.dtype in ("u1", "u2")
+    )
     opened = page.is_tiled and int(page.compression) in _OPENSLIDE_CODECS
     opened = opened and (page.parent.byteorder == "<" or page.parent.is_bigtiff)
     described = any(tag in page.tags for tag in _SLIDE_TAGS) and not any(tag in page.tags for tag in _GDAL_TAGS)
     return bool(colours and opened and described)
 
 
-def _nodata_text(page: Any) -> str | None:
-    text = _value(page, GDAL_NODATA)
-    return text if isinstance(text, str) else None
-
-
-def channel_names(tif: Any, page: Any, channels: int) -> tuple[str, ...]:
+def _channel_names(tif: Any, page: Any, channels: int) -> tuple[str, ...]:
     """Read the names by OME-XML or GDAL's metadata, "" for a channel without a name; empty where none has one."""
     names: dict[int, str] = {}
     if tif.ome_metadata:

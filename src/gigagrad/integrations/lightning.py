@@ -8,10 +8,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from gigagrad.errors import ConfigError
+from gigagrad.errors import ConfigError, extra
 from gigagrad.events import Event, StepMeasured, TileDone
 from gigagrad.execution import Engine, compile
-from gigagrad.extras import extra
 from gigagrad.models import torchvision_operators as torchvision_operators  # Lightning imports torchvision where it is
 
 with extra("lightning"):

@@ -8,9 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from gigagrad.errors import ConfigError
+from gigagrad.errors import ConfigError, extra
 from gigagrad.execution import Engine, compile
-from gigagrad.extras import extra
 
 with extra("monai"):
     from ignite.engine import Engine as Workflow

@@ -2,10 +2,8 @@
 
 from gigagrad.masks.annotations import is_annotation_file, read_annotations
 from gigagrad.masks.classes import IGNORED, UNLABELLED, ClassTable
-from gigagrad.masks.labels import LabelMap, ignoring_missing
-from gigagrad.masks.opening import open_mask
-from gigagrad.masks.outlines import Outlines
-from gigagrad.masks.painting import AnnotationMask, paint
+from gigagrad.masks.opening import LabelMap, ignoring_missing, open_mask
+from gigagrad.masks.outlines import AnnotationMask, Outlines, paint
 
 __all__ = [
     "IGNORED",

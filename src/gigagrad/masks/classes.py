@@ -7,10 +7,11 @@ from dataclasses import dataclass, replace
 from typing import Self
 
 from gigagrad.errors import ConfigError, did_you_mean
-from gigagrad.masks.outlines import UNCLASSIFIED
 
 IGNORED = 255
 """The class id of pixels that no loss and no score looks at."""
+UNCLASSIFIED = "Unclassified"
+"""The class of outlines that were given none."""
 UNLABELLED = "unlabelled"
 """The name, in a table, of what no outline covers."""
 _IGNORE = "ignore"

@@ -1,4 +1,8 @@
-"""`open_mask`: whatever says what is true of a slide's pixels, as a mask of the slide's own size."""
+"""Open whatever says what is true of a slide's pixels as a mask of the slide's own size.
+
+A mask may hold labels: several of each pixel, each there or not, as a channel of 0, 1 and `IGNORED`. Where a slide
+holds no data, nothing is true of it.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +10,7 @@ import math
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Final, TypeAlias
 
 import numpy as np
 
@@ -19,14 +23,12 @@ from gigagrad.images.pixels import Array
 from gigagrad.images.views import Resampled, Stacked
 from gigagrad.masks.annotations import is_annotation_file, read_annotations
 from gigagrad.masks.classes import IGNORED, ClassTable, is_ignored
-from gigagrad.masks.labels import LabelOfIds, Labels, mask_dtype, room_for_ignored
-from gigagrad.masks.outlines import Outlines
-from gigagrad.masks.painting import AnnotationMask
-from gigagrad.masks.placed import in_pixels, overlaps, span
+from gigagrad.masks.outlines import AnnotationMask, Outlines, in_pixels, overlaps, span
 
 if TYPE_CHECKING:
     import torch
 
+_SIGNED: Final = {"uint16": "int32", "uint32": "int64", "uint64": "int64"}
 _ANOTHER_RESOLUTION = 1.1
 """From this factor on, a mask of another size is of another resolution; below it, of another part of the slide."""
 
@@ -45,7 +47,7 @@ def open_mask(
 
     Args:
         source: QuPath GeoJSON, ASAP XML (or the `Outlines` of one), in pixels of the slide's level 0, or GeoJSON in
-            coordinates on earth (`placed.in_pixels`); or class ids as `open_image` takes them, of the slide's size or
+            coordinates on earth (`outlines.in_pixels`); or class ids as `open_image` takes them, of the slide's size or
             the same picture at another resolution, of which the nearest pixel counts; also of what was scanned, the
             slide's `bounds`. Of several in a list or tuple each is of one label.
         slide: where the mask belongs.
@@ -214,3 +216,104 @@ def _shows(mask: tuple[int, int], slide: tuple[int, int]) -> bool:
     # The coarser of both was rounded by up to a pixel; at nearly the same size, a pixel more is another picture.
     slack = 1 / min(*mask, *slide)
     return abs(ratios[0] / ratios[1] - 1) <= slack and max(ratios[0], 1 / ratios[0]) >= _ANOTHER_RESOLUTION
+
+
+class Labels(Image):
+    """A mask `(C, H, W)` whose channels are labels: what is above 0 is 1, and what holds no data is `IGNORED`.
+
+    Closing it closes the mask.
+    """
+
+    def __init__(self, mask: Image, labels: int | None = None) -> None:
+        super().__init__(
+            shape=(labels or mask.channels, *mask.shape[1:]),
+            dtype=np.dtype(np.uint8),
+            name=mask.name,
+            mpp=mask.mpp,
+            cache_bytes=mask.cache_bytes,
+            thread_bytes=mask.thread_bytes,
+            decode_seconds=mask.decode_seconds,
+        )
+        self._image = mask
+
+    def _read_inside(self, box: Box) -> Array:
+        pixels = np.asarray(self._image.read(box))
+        labels = (pixels > 0).astype(np.uint8)
+        if self._image.nodata is not None:
+            labels[pixels == self._image.nodata] = IGNORED
+        return labels
+
+    def _release(self) -> None:
+        self._image.close()
+
+
+class LabelOfIds(Labels):
+    """A mask of class ids `(1, H, W)` as a channel for each of `regions`, which says where one of its ids is.
+
+    Reading an id that is in none of them raises `TargetError`.
+    """
+
+    def __init__(self, mask: Image, regions: Sequence[Sequence[int]]) -> None:
+        super().__init__(mask, len(regions))
+        self._regions = regions
+
+    def _read_inside(self, box: Box) -> Array:
+        ids = np.asarray(self._image.read(box))[0]
+        labels = np.stack([np.isin(ids, region) for region in self._regions]).astype(np.uint8)
+        labels[:, ids == IGNORED] = IGNORED
+        foreign = (ids != 0) & ~labels.any(axis=0)
+        if foreign.any():
+            largest = ids[foreign].max()
+            raise TargetError(f"the mask of {self.name} holds class {largest:g}, none of its {self.channels} labels")
+        return labels
+
+
+class LabelMap(View):
+    """Labels `(C, H, W)` as class ids `(1, H, W)`: where a label is there, its one of `ids`; a later one lies over an
+    earlier one, as nnU-Net's `regions_class_order` has it. Closing it leaves the labels open.
+    """
+
+    def __init__(self, labels: Image, ids: Sequence[int]) -> None:
+        super().__init__(labels, (1, *labels.shape[1:]), channel_names=())
+        self._ids = ids
+
+    def _read_inside(self, box: Box) -> Array:
+        labels = np.asarray(self._image.read(box))
+        ids = np.where(labels[0] == IGNORED, IGNORED, 0).astype(np.uint8)
+        for label, number in zip(labels, self._ids, strict=True):
+            ids[label == 1] = number
+        return ids[None]
+
+
+def ignoring_missing(mask: Image, slide: Image) -> Image:
+    """Make `mask` `IGNORED` where `slide`, of the same size, has no data; itself where all is there.
+
+    Closing it leaves both open.
+    """
+    return IgnoringMissing(mask, slide) if slide.missing_bytes else mask
+
+
+class IgnoringMissing(View):
+    """Use `ignoring_missing`."""
+
+    def __init__(self, mask: Image, slide: Image) -> None:
+        held = mask.thread_bytes + slide.missing_bytes
+        super().__init__(mask, dtype=room_for_ignored(mask), nodata=IGNORED, thread_bytes=held)
+        self._slide = slide
+
+    def _read_inside(self, box: Box) -> Array:
+        pixels = np.asarray(self._image.read(box)).astype(room_for_ignored(self), copy=False)
+        if (missing := self._slide.missing(box)) is not None:
+            pixels[:, missing] = IGNORED
+        return pixels
+
+
+def mask_dtype(mask: Image) -> np.dtype[np.generic]:
+    """Return the dtype of a mask as arrays; signed and wider where PyTorch has next to no operators for it."""
+    name = str(mask.dtype).removeprefix("torch.")
+    return np.dtype(_SIGNED.get(name, name))
+
+
+def room_for_ignored(mask: Image) -> np.dtype[np.generic]:
+    """Return `mask_dtype`, or a wider one that holds `IGNORED`, too."""
+    return np.promote_types(mask_dtype(mask), np.uint8)

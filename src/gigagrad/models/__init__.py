@@ -1,7 +1,6 @@
 """The networks the project ships, and the way from a model's name to a module. Imports no optional package."""
 
-from gigagrad.models.networks import MultiStainNet, PaperUNet
-from gigagrad.models.preprocess import Normalise, Preprocess
+from gigagrad.models.networks import MultiStainNet, Normalise, PaperUNet, Preprocess
 from gigagrad.models.registry import resolve
 from gigagrad.models.saved import load, load_model, load_weights_into, save_model
 

@@ -8,7 +8,7 @@
     package.module:callable?key=value   whatever that callable returns, unchanged
 
 Values are read as literals (`named.parse_named`). The first and the libraries' also take `scale=LOW,HIGH`: which values
-of a slide are the intensities 0 and 1, for all channels or, in further pairs, for each (`preprocess.Normalise`).
+of a slide are the intensities 0 and 1, for all channels or, in further pairs, for each (`networks.Normalise`).
 Networks of the libraries start from random weights unless the name asks for published ones, which the library then
 downloads and caches as it always does; a setting that would open any other file is refused. A name may come from a
 file, a saved model's for one: such names go through `check_network` first, and a saved model is built without published
@@ -27,11 +27,18 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, NoReturn, TypeAlias
 
+import torch
 from torch import nn
 
 from gigagrad.errors import ConfigError, ModelError, did_you_mean
-from gigagrad.models.networks import MultiStainNet, PaperUNet
-from gigagrad.models.preprocess import IMAGENET_MEAN, IMAGENET_STD, Normalise, Preprocess
+from gigagrad.models.networks import (
+    IMAGENET_MEAN,
+    IMAGENET_STD,
+    MultiStainNet,
+    Normalise,
+    PaperUNet,
+    Preprocess,
+)
 from gigagrad.named import Literal, parse_named
 
 # The message below is made to be copied into a shell, so nothing that a shell reads otherwise may stand in a name.
@@ -303,3 +310,62 @@ def _unknown(name: str, wrong: str, known: Iterable[str]) -> NoReturn:
     known = list(known)
     listing = f"; known are {', '.join(known)}" if len(known) <= 20 else ""
     raise ModelError(f"unknown {wrong!r} in model {name!r}{did_you_mean(wrong, known)}{listing}")
+
+
+_INSIDE: Final = {"OptimizedModule": "_orig_mod", "DataParallel": "module", "DistributedDataParallel": "module"}
+"""Attributes that hold the wrapped module, by the names of classes, which would load a compiler if imported."""
+_SHARDED: Final = {"FullyShardedDataParallel", "FSDPModule"}
+_BLIND: Final = "whose inside cannot be captured"
+
+
+def unwrapped(given: Any, what: str) -> Any:
+    """The module in the wrappers of `torch.compile`, `DataParallel` and `DistributedDataParallel`, whose parameters are
+    the same; anything else as it is. `what` is "model" or "loss".
+
+    Raises ModelError for what holds parameters where no engine can use them: TorchScript, FSDP, quantised layers.
+    """
+    while (inside := next((_INSIDE[name] for name in _classes(given) if name in _INSIDE), None)) is not None:
+        if "DistributedDataParallel" in _classes(given) and given.process_group.size() > 1:
+            raise ModelError(
+                f"the {what} is in DistributedDataParallel, which averages gradients behind autograd's own backward "
+                f"only; write gg.compile({what}.module, ...), and after backward for every parameter "
+                "torch.distributed.all_reduce(p.grad, torch.distributed.ReduceOp.AVG)"
+            )
+        given = getattr(given, inside)
+    if "ExportedProgram" in _classes(given):
+        raise ConfigError(f"the {what} is an ExportedProgram; give its module: gg.compile(program.module(), ...)")
+    if isinstance(given, torch.jit.ScriptFunction):
+        raise ModelError(f"the {what} is a function of TorchScript, {_BLIND}; give the Python function itself")
+    if isinstance(given, nn.Module):
+        _check_parts(given, what)
+    return given
+
+
+def _check_parts(module: nn.Module, what: str) -> None:
+    for name, part in module.named_modules():
+        path = ".".join(filter(None, (what, name)))
+        classes = _classes(part)
+        if isinstance(part, torch.jit.ScriptModule):
+            raise ModelError(
+                f"'{path}' is TorchScript, {_BLIND}; make the module in Python, with the weights of this one: "
+                "module.load_state_dict(scripted.state_dict())"
+            )
+        if not _SHARDED.isdisjoint(classes) or any(type(p).__name__ == "DTensor" for p in part._parameters.values()):
+            raise ModelError(
+                f"'{path}' is sharded (FSDP, DTensor), so that no rank has all of its weights; give gg.compile the "
+                "module without that, and mesh= for ranks that compute one image together"
+            )
+        if "DistributedDataParallel" in classes or ("DataParallel" in classes and part.device_ids):
+            raise ModelError(
+                f"'{path}' is in {type(part).__name__}, which no engine can look through; put what is inside of it "
+                "(its attribute `module`) in its place"
+            )
+        if ".quantized" in type(part).__module__ and type(part).__module__.startswith("torch."):
+            raise ModelError(
+                f"'{path}' is a quantised layer ({type(part).__name__}), which has no gradient and runs on quantised "
+                "tensors only; use the network as it was before it was quantised"
+            )
+
+
+def _classes(given: Any) -> set[str]:
+    return {kind.__name__ for kind in type(given).__mro__ if kind.__module__.startswith("torch")}

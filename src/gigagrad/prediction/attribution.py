@@ -30,7 +30,7 @@ from gigagrad.execution.compiling import compile as compile_engine
 from gigagrad.execution.sinks import OutputField, Pieces, Sink, assemble
 from gigagrad.images import Image, open_image, thumbnail
 from gigagrad.models import load_model
-from gigagrad.models.preprocess import check_intensities
+from gigagrad.models.networks import check_intensities
 from gigagrad.prediction.classes import image_shape
 from gigagrad.prediction.outlines import write_overlay
 from gigagrad.prediction.outputs import MadeWith

@@ -27,7 +27,7 @@ from gigagrad.images import Image, label_image
 from gigagrad.images.opening import open_ids
 from gigagrad.masks import IGNORED, ClassTable, is_annotation_file, open_mask, read_annotations
 from gigagrad.models import load_model
-from gigagrad.models.preprocess import check_intensities
+from gigagrad.models.networks import check_intensities
 from gigagrad.prediction.classes import Channels, image_shape, require_mask
 from gigagrad.prediction.outputs import MadeWith, mask_of, read_records
 from gigagrad.prediction.scores import Confusion, Evaluation, counts_of, score_logits, score_masks

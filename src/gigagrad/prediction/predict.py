@@ -27,10 +27,10 @@ from gigagrad.execution.compiling import compile as compile_engine
 from gigagrad.execution.sinks import Several
 from gigagrad.files import size_of, write_agreed
 from gigagrad.images import Image, open_image
-from gigagrad.images.resolution import level_near
+from gigagrad.images.georeference import level_near
 from gigagrad.masks import open_mask
 from gigagrad.models import load_model
-from gigagrad.models.preprocess import check_intensities
+from gigagrad.models.networks import check_intensities
 from gigagrad.prediction.classes import Channels, image_shape
 from gigagrad.prediction.outputs import (
     FILE_NAME,

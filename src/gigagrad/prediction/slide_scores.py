@@ -25,9 +25,8 @@ import torch
 from numpy.typing import NDArray
 
 from gigagrad.cohorts import Row, bags_of, survival_of
-from gigagrad.errors import ConfigError, ModelError, TargetError
+from gigagrad.errors import ConfigError, ModelError, TargetError, extra
 from gigagrad.execution.engine import Engine
-from gigagrad.extras import extra
 from gigagrad.files import csv_text
 from gigagrad.images import Image
 from gigagrad.losses import kind_of

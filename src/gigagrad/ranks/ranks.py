@@ -6,13 +6,18 @@ collective begins with a few bytes from each, none where all is well, so that an
 
 from __future__ import annotations
 
+import hashlib
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+from math import prod
+from queue import Empty, SimpleQueue
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, cast
 
 from gigagrad.errors import GigagradError, RankError
+from gigagrad.threads import operator_threads
 
 if TYPE_CHECKING:
     import torch
@@ -23,6 +28,45 @@ _OBJECT, _ERROR, _MENDABLE = b"\0", b"\1", b"\2"
 """The first byte of what is gathered: the rest is an object, or the text of an error, gigagrad's own or not."""
 
 Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+
+# Messages
+
+
+def as_bytes(tensor: torch.Tensor) -> Message:
+    """Return a tensor's bytes on the CPU; its own memory where it lies there without gaps."""
+    import torch
+
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+
+
+def packed(tensors: Iterable[torch.Tensor]) -> Message:
+    """Concatenate the bytes of tensors on the CPU."""
+    import torch
+
+    flat = [as_bytes(tensor) for tensor in tensors]
+    return torch.cat(flat) if flat else torch.empty(0, dtype=torch.uint8)
+
+
+def unpacked(message: Message, place: int, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[torch.Tensor, int]:
+    """Return the tensor that begins at a place of a message, and where the next one does; a copy only where the place
+    does not suit its numbers.
+    """
+    end = place + prod(shape) * dtype.itemsize
+    flat = message[place:end] if place % dtype.itemsize == 0 else message[place:end].clone()
+    return flat.view(dtype).reshape(shape), end
+
+
+def copy_into(tensors: Iterable[torch.Tensor], message: Message) -> None:
+    """Copy into `tensors` what was packed of tensors like these."""
+    place = 0
+    for tensor in tensors:
+        value, place = unpacked(message, place, tuple(tensor.shape), tensor.dtype)
+        tensor.detach().copy_(value)
+
+
+# Ranks
 
 
 def is_mendable(error: Exception) -> bool:
@@ -144,3 +188,92 @@ class SingleRank(Ranks):
 
     def _gather(self, payload: bytes) -> Sequence[bytes]:
         return [payload]
+
+
+class ThreadedRank(Ranks):
+    """A rank among several in threads of this process. Made by `run_threaded`."""
+
+    def __init__(self, index: int, inboxes: Sequence[Sequence[SimpleQueue[object]]], timeout: float) -> None:
+        self.index, self.count = index, len(inboxes)
+        self._inboxes, self._timeout = inboxes, timeout
+
+    def _exchange(self, sent: Mapping[int, Message], received: Mapping[int, int]) -> dict[int, Message]:
+        for rank, message in sent.items():
+            self._inboxes[rank][self.index].put(message.clone())
+        messages = {}
+        for rank, nbytes in received.items():
+            came = cast(Message, self._from(rank))
+            assert len(came) == nbytes, f"{len(came)} bytes came from rank {rank}, {nbytes} were expected"
+            messages[rank] = came
+        return messages
+
+    def _gather(self, payload: bytes) -> Sequence[bytes]:
+        for rank in range(self.count):
+            self._inboxes[rank][self.index].put(payload)
+        payloads = []
+        for rank in range(self.count):
+            theirs = self._from(rank)
+            assert isinstance(theirs, bytes), "a rank sends a message where others meet"
+            payloads.append(theirs)
+        return payloads
+
+    def _from(self, rank: int) -> object:
+        try:
+            item = self._inboxes[self.index][rank].get(timeout=self._timeout)
+        except Empty:
+            raise RankError(f"rank {rank} has been silent for {self._timeout:g} s") from None
+        if isinstance(item, BaseException):
+            raise RankError(f"rank {rank} failed: {item}", reported=True)
+        return item
+
+
+def run_threaded(count: int, work: Callable[[Ranks], Result], timeout: float = 600.0) -> list[Result]:
+    """Call `work(ranks)` on so many ranks, each in a thread of its own, and return their results by rank.
+
+    Raises the error of the first rank that failed by itself.
+    """
+    inboxes: list[list[SimpleQueue[object]]] = [[SimpleQueue() for _ in range(count)] for _ in range(count)]
+
+    def run(rank: int) -> Result:
+        try:
+            return work(ThreadedRank(rank, inboxes, timeout))
+        except BaseException as error:
+            for inbox in inboxes:
+                inbox[rank].put(error)
+            raise
+
+    with ThreadPoolExecutor(count, "gigagrad-rank") as pool:
+        runs = [pool.submit(run, rank) for rank in range(count)]
+    if errors := [error for one in runs if (error := one.exception()) is not None]:
+        raise min(errors, key=lambda error: isinstance(error, RankError))
+    return [one.result() for one in runs]
+
+
+# Processors round alike where kernels choose the same instructions.
+
+
+def mismatched_numerics(ranks: Ranks) -> list[int]:
+    """Return the ranks whose processors round a probe otherwise than the first one's. Raises RankError."""
+    if ranks.count == 1:
+        return []
+    import torch
+
+    first, *others = ranks.all_gather_object([torch.backends.cpu.get_cpu_capability(), _probe()])
+    return [rank for rank, probe in enumerate(others, 1) if probe != first]
+
+
+def _probe() -> str:
+    """Digest a convolution, sums and an exponential, forward and backward, of numbers that are the same everywhere."""
+    import torch
+    import torch.nn.functional as F
+
+    count = torch.arange(2 * 8 * 33 * 35, dtype=torch.float32)
+    image = (count * 0.618034 % 1).reshape(2, 8, 33, 35).requires_grad_()
+    weight = (count[: 16 * 8 * 9] * 0.414214 % 1 - 0.5).reshape(16, 8, 3, 3).requires_grad_()
+    with operator_threads(1):
+        torch.autograd.backward(F.conv2d(image, weight, padding=1).sigmoid().square().mean())
+    assert image.grad is not None
+    assert weight.grad is not None
+    digest = hashlib.sha256(image.grad.numpy().tobytes())
+    digest.update(weight.grad.numpy().tobytes())
+    return digest.hexdigest()

@@ -17,9 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from gigagrad.errors import ConfigError
+from gigagrad.errors import ConfigError, extra
 from gigagrad.events import StepMeasured
-from gigagrad.extras import extra
 from gigagrad.files import replacing
 from gigagrad.plans import estimate
 from gigagrad.plans.plan import amount_of

@@ -20,9 +20,8 @@ from typing import Any, Final, TypeVar, get_type_hints
 import yaml
 
 from gigagrad.config.fit import FitConfig
-from gigagrad.errors import ConfigError
+from gigagrad.errors import ConfigError, extra
 from gigagrad.events import MetricsLogged, StepMeasured
-from gigagrad.extras import extra
 from gigagrad.files import write_text
 from gigagrad.plans import Plan
 from gigagrad.plans.description import Table, describe

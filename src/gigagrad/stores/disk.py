@@ -1,4 +1,4 @@
-"""Store a field in a file, brick by brick (bricks.py), each with a checksum.
+"""Store a field in a file, brick by brick, each with a checksum.
 
 A box touches the bricks around it, so reading costs little more than its own bytes, and a row of bricks is one call.
 The checksum of what is read is compared with that of what was written before anything is decoded: a file that changed
@@ -10,12 +10,15 @@ from __future__ import annotations
 import shutil
 import threading
 from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
 from math import prod
 from pathlib import Path
 from typing import Any
 
 import imagecodecs
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from gigagrad.allowances import FREE_SHARE, ROWS_AT_ONCE
@@ -23,15 +26,121 @@ from gigagrad.boxes import Box
 from gigagrad.devices import Machine
 from gigagrad.errors import StoreError
 from gigagrad.files import HOST
-from gigagrad.stores.bricks import Bricks
-from gigagrad.stores.codecs import Blosc, Bytes, Codec, faster_codec
-from gigagrad.stores.scratch import Scratch
-from gigagrad.stores.scratch_file import Rows, page_aligned
-from gigagrad.stores.store import Store
-from gigagrad.stores.tier import FieldSpec, OpenTier, Size, Tier
+from gigagrad.stores.scratch import PAGE_BYTES, Rows, Scratch, page_aligned
+from gigagrad.stores.store import FieldSpec, OpenTier, Size, Store, Tier
 from gigagrad.threads import Task, wait_for
 
-_crc32: Any = imagecodecs.deflate_crc32  # takes any buffer; its type stubs name only three kinds
+MOST_BYTES = 64 * 2**10
+"""The most bytes of a brick, unless eight pixels a side are more."""
+_SIDES_PX = (8, 16, 32, 64)
+
+
+@dataclass(frozen=True)
+class Bricks:
+    """A field of `height x width` pixels, of so many bytes each, in small square blocks: any box is a few long runs.
+
+    A brick holds all channels of its pixels, pixel by pixel; bricks lie in the file row by row, each in a slot of whole
+    pages.
+    """
+
+    height: int
+    width: int
+    bytes_per_pixel: int
+
+    @cached_property
+    def side(self) -> int:
+        """Return the pixels along a brick's side: as many as keep it within 64 KiB, but between 8 and 64."""
+        fitting = [side for side in _SIDES_PX if side * side * self.bytes_per_pixel <= MOST_BYTES]
+        return max(fitting, default=_SIDES_PX[0])
+
+    @cached_property
+    def shape(self) -> tuple[int, int]:
+        """Return the rows and columns of bricks."""
+        return -(-self.height // self.side), -(-self.width // self.side)
+
+    @cached_property
+    def brick_bytes(self) -> int:
+        return self.side**2 * self.bytes_per_pixel
+
+    @cached_property
+    def slot_bytes(self) -> int:
+        """Return the size of a brick's place in the file."""
+        return -(-self.brick_bytes // PAGE_BYTES) * PAGE_BYTES
+
+    @property
+    def file_bytes(self) -> int:
+        return self.shape[0] * self.shape[1] * self.slot_bytes
+
+    def offset(self, row: int, column: int) -> int:
+        """Return where a brick's place in the file begins."""
+        return (row * self.shape[1] + column) * self.slot_bytes
+
+    def rows(self, box: Box) -> range:
+        """Return the rows of bricks that the box touches."""
+        return range(box.y0 // self.side, -(-box.y1 // self.side))
+
+    def columns(self, box: Box) -> slice:
+        """Return the columns of bricks that the box touches."""
+        return slice(box.x0 // self.side, -(-box.x1 // self.side))
+
+    def covered(self, row: int, box: Box) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
+        """Return, for each brick that the box touches in one row of bricks, whether the box holds every pixel of it."""
+        side, columns = self.side, self.columns(box)
+        covered = np.zeros(columns.stop - columns.start, bool)
+        if box.y0 <= row * side and box.y1 >= min((row + 1) * side, self.height):
+            last = columns.stop if box.x1 == self.width else box.x1 // side
+            covered[-(-box.x0 // side) - columns.start : max(0, last - columns.start)] = True
+        return covered
+
+    def row_bytes(self, width: int) -> int:
+        """Return the most bytes of the bricks in one row that a box of this width touches."""
+        columns = min((width + self.side - 2) // self.side + 1, self.shape[1])
+        return columns * self.slot_bytes
+
+
+Bytes = npt.NDArray[np.uint8]
+
+_imagecodecs: Any = imagecodecs  # takes any buffer; its type stubs name only three kinds
+
+
+@dataclass(frozen=True)
+class Blosc:
+    """Blosc2: the bits of like significance side by side (bitshuffle), then Zstandard at its fastest level; lossless.
+
+    Signs, exponents and runs of zeros shrink; mantissas of raw floats do not. Each call runs on the calling thread
+    alone and without the interpreter's lock, so that the caller decides how many run at once. A store compares
+    checksums before this parser sees a byte.
+    """
+
+    def encode(self, data: Bytes, itemsize: int) -> bytes:
+        """Encode `data` (uint8, C-contiguous); `itemsize`, the bytes of one number, tells which bytes are alike."""
+        encoded: bytes = _imagecodecs.blosc2_encode(
+            data, level=1, compressor="zstd", shuffle="bitshuffle", typesize=itemsize, numthreads=1
+        )
+        return encoded
+
+    def decode(self, encoded: Bytes | bytes, out: Bytes) -> None:
+        """Fill `out` (uint8, C-contiguous) with what was encoded. Raises `StoreError` for what was not."""
+        try:
+            _imagecodecs.blosc2_decode(encoded, numthreads=1, out=out)
+        except (_imagecodecs.Blosc2Error, ValueError) as error:
+            raise StoreError(
+                f"a kept field is damaged: Blosc refuses {len(encoded)} bytes that should decode to {out.nbytes} "
+                f"({error}); check the scratch disk, and run again with another `scratch` folder"
+            ) from error
+
+
+def faster_codec(link_bytes_per_second: float, codec_bytes_per_second: float, ratio: float) -> Blosc | None:
+    """Return `Blosc` where it moves a field sooner than the bare link does.
+
+    `codec_bytes_per_second` counts decoded bytes, the slower of both directions, 0 where it is not known; `ratio` is
+    decoded over encoded bytes. The two times are added: while it encodes, the processor is not computing tiles, so
+    nothing hides that time.
+    """
+    if not codec_bytes_per_second:
+        return None
+    seconds_per_byte = 1 / codec_bytes_per_second + 1 / (ratio * link_bytes_per_second)
+    return Blosc() if seconds_per_byte < 1 / link_bytes_per_second else None
 
 
 class DiskStore(Store):
@@ -43,26 +152,18 @@ class DiskStore(Store):
         StoreError: there is no space, the disk fails, or what is read is not what was written.
     """
 
-    def __init__(
-        self,
-        shape: tuple[int, ...],
-        dtype: torch.dtype,
-        axes: tuple[int, int],
-        *,
-        scratch: Scratch,
-        name: str,
-        codec: Codec | None = None,
-    ) -> None:
-        super().__init__(shape, dtype, axes)
-        self._rest = tuple(shape[axis] for axis in range(-len(shape), 0) if axis not in axes)
-        self._layout = Bricks(shape[axes[0]], shape[axes[1]], prod(self._rest) * dtype.itemsize)
+    def __init__(self, field: FieldSpec, scratch: Scratch, codec: Blosc | None = None) -> None:
+        super().__init__(field.shape, field.dtype, field.axes)
+        self._rest = tuple(self.shape[axis] for axis in range(-len(self.shape), 0) if axis not in self.axes)
+        height, width = (self.shape[axis] for axis in self.axes)
+        self._layout = Bricks(height, width, prod(self._rest) * self.dtype.itemsize)
         self._checksums = np.zeros(self._layout.shape, np.uint32)
         self._lengths = np.zeros(self._layout.shape, np.uint32)
         """Bytes of each brick in its slot; bricks that have not been written hold zeros and have none."""
         self._codec = codec
         self._scratch = scratch
-        self._path = scratch.folder / name
-        self._file = scratch.create(name, self._layout.file_bytes)
+        self._path = scratch.folder / field.name
+        self._file = scratch.create(field.name, self._layout.file_bytes)
         self._newest: Task[None] | None = None
         self._handing_over = threading.Lock()
         self._in_the_file = threading.Lock()
@@ -101,6 +202,16 @@ class DiskStore(Store):
         if pixels.untyped_storage().nbytes() > pixels.nbytes:
             pixels = pixels.clone()  # a view would keep all of a larger crop until it is written
         pixels = pixels.movedim(self.axes, (0, 1))
+
+        def change(row: int) -> None:
+            bricks = self._load(row, box, ~self._layout.covered(row, box) if not add else None)
+            for part, stored in self._matching(row, box, bricks, pixels):
+                if add:
+                    stored.add_(part)
+                else:
+                    stored.copy_(part)
+            self._save(row, box, bricks)
+
         with self._handing_over:
             earlier = self._newest
             if earlier is not None and earlier.done():
@@ -109,24 +220,10 @@ class DiskStore(Store):
             def update() -> None:
                 if earlier is not None:
                     earlier.result()  # it is over; where it failed, nothing of this store can be read any more
-                self._update(box, pixels, add=add)
+                with self._in_the_file:
+                    self._scratch.each(change, self._layout.rows(box))
 
             self._newest = self._scratch.behind(update)
-
-    def _update(self, box: Box, crop: torch.Tensor, *, add: bool) -> None:
-        """Replace, or add to, the pixels of the box, brick row by brick row."""
-
-        def change(row: int) -> None:
-            bricks = self._load(row, box, ~self._layout.covered(row, box) if not add else None)
-            for part, stored in self._matching(row, box, bricks, crop):
-                if add:
-                    stored.add_(part)
-                else:
-                    stored.copy_(part)
-            self._save(row, box, bricks)
-
-        with self._in_the_file:
-            self._scratch.each(change, self._layout.rows(box))
 
     def _matching(
         self, row: int, box: Box, bricks: Rows, pixels: torch.Tensor
@@ -173,7 +270,7 @@ class DiskStore(Store):
             if self._codec is not None:
                 stored = np.empty(length, np.uint8) if length < brick_bytes else stored
                 self._file.read_into(stored, self._layout.offset(row, column))
-            if _crc32(stored) != self._checksums[row, column]:
+            if _imagecodecs.deflate_crc32(stored) != self._checksums[row, column]:
                 raise StoreError(
                     f"'{self._path}' does not hold what was written to it (checksum of block {row}, {column}); "
                     "the disk may be failing, or something else writes to the scratch folder"
@@ -190,7 +287,7 @@ class DiskStore(Store):
                 encoded = self._codec.encode(bricks[i, :brick_bytes], self.dtype.itemsize)
                 stored = encoded if len(encoded) < brick_bytes else stored
                 self._file.write(memoryview(stored), self._layout.offset(row, column))
-            self._checksums[row, column] = _crc32(stored)
+            self._checksums[row, column] = _imagecodecs.deflate_crc32(stored)
             self._lengths[row, column] = len(stored)
         if self._codec is None:
             self._file.write(memoryview(bricks).cast("B"), self._layout.offset(row, columns.start))
@@ -231,9 +328,10 @@ class DiskTier(Tier):
         return Bricks(*size, pixel_bytes).file_bytes
 
     def crop_bytes(self, size: Size, crop: Size, pixel_bytes: int) -> float:
-        """Return the bytes of the bricks that it touches."""
-        nbytes = crop[0] * crop[1] * pixel_bytes
-        return Bricks(*size, pixel_bytes).read_ratio(*crop) * nbytes if nbytes else 0.0
+        """Return the bytes of the bricks that it touches, on average over where it may lie."""
+        height, width, side = *crop, Bricks(*size, pixel_bytes).side
+        nbytes = height * width * pixel_bytes
+        return (height + side - 1) * (width + side - 1) / (height * width) * nbytes if nbytes else 0.0
 
     def buffer_bytes(self, size: Size, crop: Size, pixel_bytes: int) -> int:
         return ROWS_AT_ONCE * Bricks(*size, pixel_bytes).row_bytes(crop[1])
@@ -262,12 +360,11 @@ class PlannedDiskTier(DiskTier):
 
 
 class _OpenFolder:
-    def __init__(self, scratch: Scratch, codec: Codec | None) -> None:
+    def __init__(self, scratch: Scratch, codec: Blosc | None) -> None:
         self._scratch, self._codec = scratch, codec
 
     def open_store(self, field: FieldSpec) -> Store:
-        codec = Blosc() if field.coded else self._codec
-        return DiskStore(field.shape, field.dtype, field.axes, scratch=self._scratch, name=field.name, codec=codec)
+        return DiskStore(field, self._scratch, Blosc() if field.coded else self._codec)
 
     def close(self) -> None:
         self._scratch.close()

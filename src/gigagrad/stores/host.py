@@ -16,8 +16,7 @@ from gigagrad.devices import Machine
 from gigagrad.devices.buffer_pool import BufferPool
 from gigagrad.files import HOST
 from gigagrad.graphs.crops import crop_view
-from gigagrad.stores.store import Store
-from gigagrad.stores.tier import FieldSpec, OpenTier, Size, Tier
+from gigagrad.stores.store import FieldSpec, OpenTier, Size, Store, Tier
 
 
 class HostStore(Store):

@@ -32,7 +32,7 @@ from gigagrad.images.image import View
 from gigagrad.images.pixels import Array, Pixels
 from gigagrad.images.tissue import write_label
 from gigagrad.masks import IGNORED, ClassTable, ignoring_missing, open_mask
-from gigagrad.models.preprocess import check_intensities
+from gigagrad.models.networks import check_intensities
 from gigagrad.training.folder import Progress
 from gigagrad.training.learner import Learner
 from gigagrad.training.targets import CheckedMask, TargetRule, sample_mask

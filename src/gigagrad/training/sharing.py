@@ -36,8 +36,7 @@ from gigagrad.files import write_error
 from gigagrad.plans import Plan
 from gigagrad.plans.partition import share_of
 from gigagrad.ranks import Ranks
-from gigagrad.ranks.messages import as_bytes, copy_into, packed, unpacked
-from gigagrad.ranks.ranks import named
+from gigagrad.ranks.ranks import as_bytes, copy_into, named, packed, unpacked
 from gigagrad.training.folder import RunFolder
 
 Gradients = list[Tensor | None]

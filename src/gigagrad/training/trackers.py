@@ -17,9 +17,8 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any, Final, Self
 
-from gigagrad.errors import ConfigError, GigagradError, WriteError
+from gigagrad.errors import ConfigError, GigagradError, WriteError, extra
 from gigagrad.events import Event, Events, MetricsLogged, Notice, StepMeasured
-from gigagrad.extras import extra
 from gigagrad.files import write_error
 from gigagrad.training.folder import RunFolder
 

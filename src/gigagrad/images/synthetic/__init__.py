@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from gigagrad.errors import ConfigError, WriteError
-from gigagrad.extras import extra
+from gigagrad.errors import ConfigError, WriteError, extra
 from gigagrad.files import write_csv, write_error
-from gigagrad.images.synthetic.textures import Textures, make_textures
 from gigagrad.images.write import write_pyramid
 
-__all__ = ["Textures", "make_cohort", "make_slide", "make_textures"]
+if TYPE_CHECKING:
+    from gigagrad.images.synthetic.textures import Textures
 
 _SMALLEST_SIDE: Final = 64
 
@@ -41,15 +40,18 @@ def make_slide(
     Raises `ConfigError` without OpenCV, for a side below 64 px or an mpp outside 0.2..2, and `WriteError` as
     `write_pyramid` does.
     """
-    with extra("demo"):  # OpenCV, only where a slide is made
-        from gigagrad.images.synthetic.render import make_painter
+    with extra("demo"):  # only where a slide is made
+        import cv2  # noqa: F401
+
+        from gigagrad.images.synthetic.painting import Painter
+        from gigagrad.images.synthetic.textures import make_textures
 
     if min(height, width) < _SMALLEST_SIDE:
         raise ConfigError(f"got a slide of {height} x {width} px, expected at least {_SMALLEST_SIDE} px on each side")
     if not 0.2 <= mpp <= 2:
         raise ConfigError(f"got mpp {mpp:g}, expected 0.2 to 2 micrometres per pixel for a synthetic slide")
     assert textures is None or textures.mpp == mpp, (textures, mpp)
-    painter = make_painter(height, width, seed, textures or make_textures(mpp))
+    painter = Painter(height, width, seed, textures or make_textures(mpp))
     write = partial(write_pyramid, dtype=np.uint8, mpp=mpp, overwrite=overwrite)
     if mask_path is not None:
         write(
@@ -100,9 +102,16 @@ def make_cohort(
             (folder / name).mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise write_error(folder, error) from error
+    with extra("demo"):
+        import cv2  # noqa: F401
+
+        from gigagrad.images.synthetic.textures import make_textures
+
     textures = make_textures(mpp)
     rows = [("slide", "mask", "split")]
-    for index, split in enumerate(_splits(count)):
+    held_out = 0 if count < 3 else max(1, count // 5)
+    splits = ["train"] * (count - 2 * held_out) + ["val"] * held_out + ["test"] * held_out
+    for index, split in enumerate(splits):
         slide, mask = f"slides/synthetic-{index:03d}.tif", f"masks/synthetic-{index:03d}.tif"
         make_slide(
             folder / slide,
@@ -117,8 +126,3 @@ def make_cohort(
         rows.append((slide, mask, split))
     write_csv(table, rows)
     return table
-
-
-def _splits(count: int) -> list[str]:
-    held_out = 0 if count < 3 else max(1, count // 5)
-    return ["train"] * (count - 2 * held_out) + ["val"] * held_out + ["test"] * held_out

@@ -10,10 +10,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Final
 
+import cv2
 import numpy as np
 from numpy.typing import NDArray
 
-from gigagrad.extras import extra
 from gigagrad.images.pixels import Array
 
 Plane = NDArray[np.float32]
@@ -47,8 +47,6 @@ GRAIN_MEAN: Final = 4
 
 def make_textures(mpp: float = 0.5) -> Textures:
     """Draw all textures; about half a second. The same for every slide, whose own seed bends and mixes them."""
-    with extra("demo"):
-        import cv2 as cv2  # what draws below needs it
     rng = np.random.default_rng(20230710)
     grain = GRAIN_MEAN + 0.9 * _noise(rng, 0.7)[..., None] + 0.6 * np.stack([_noise(rng, 1.5) for _ in range(3)], -1)
     return Textures(
@@ -130,16 +128,12 @@ def _noise(rng: np.random.Generator, sigma_px: float, stretch: float = 1.0) -> P
 
 
 def _blur(plane: Array, sigma_px: float) -> Plane:
-    import cv2
-
     wrapped = np.pad(np.asarray(plane, np.float32), _REACH, mode="wrap")
     return np.asarray(cv2.GaussianBlur(wrapped, (0, 0), sigma_px)[_REACH:-_REACH, _REACH:-_REACH], np.float32)
 
 
 def _shift_rows(plane: Plane, rows_px: Plane) -> Plane:
     """Shift `plane`: every pixel is fetched from `rows_px` rows below, around the torus."""
-    import cv2
-
     y, x = np.mgrid[0:PERIOD, 0:PERIOD].astype(np.float32)
     source = np.pad(plane, ((0, 1), (0, 0)), mode="wrap")
     moved = cv2.remap(source, x, np.mod(y + rows_px, PERIOD).astype(np.float32), cv2.INTER_LINEAR)
@@ -156,8 +150,6 @@ def _scatter(rng: np.random.Generator, pitch_px: float) -> Array:
 
 def _draw(ellipses: Iterable[tuple[Any, ...]]) -> Plane:
     """Draw smooth ellipses `(x, y, half length, half width, degrees, value)` on a torus, the largest wins."""
-    import cv2
-
     side = PERIOD + 2 * _REACH
     canvas = np.zeros((side, side), np.uint8)
     for x, y, length, width, degrees, value in ellipses:
