@@ -141,7 +141,7 @@ def resident_bytes() -> int:
     try:
         statm = _statm()
         return int(os.pread(statm, 256, 0).split()[1]) * mmap.PAGESIZE
-    except OSError:
+    except (OSError, AttributeError):  # the system has no such file, or no such call
         import psutil
 
         return int(psutil.Process().memory_info().rss)
