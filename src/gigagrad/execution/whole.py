@@ -15,7 +15,7 @@ from gigagrad.execution.prepared import Prepared
 from gigagrad.execution.refusals import refused_by_pytorch
 from gigagrad.execution.sources import Source
 from gigagrad.graphs import LossModule
-from gigagrad.plans.whole import is_from_heap, unseen_bytes
+from gigagrad.plans.whole import is_from_heap, is_roomy, unseen_bytes
 
 
 class TooLarge(Exception):
@@ -52,7 +52,8 @@ class WholeRun:
         try:
             largest = unseen_bytes(cost) if is_from_heap(plan, cost) else 0
             watch.begin_pass(cost.peak_bytes, 0, largest)
-            with device.bounded(plan.predicted_peak_bytes), watch.computing_whole():
+            computing = watch.computing_tiles if is_roomy(plan, cost) else watch.computing_whole
+            with device.bounded(plan.predicted_peak_bytes), computing():
                 self._run()
                 watch.tile_done()
         except torch.OutOfMemoryError as error:

@@ -56,11 +56,13 @@ def make_plan(
     costs: Costs | None = None,
     tried: Tried = lambda seconds: None,
 ) -> Plan:
-    """Return the fastest plan that fits: in tiles, with fields of few pixels whole, or on the whole image at once. With
-    `tiles` (one shape for each stage; the last serves the rest), `kept` and `whole_pixels`: the plan with these tiles
-    that keeps these fields in these tiers, with fields of at most so many pixels whole. Several plans of one graph are
-    made sooner with the same `costs`, made for the same machine and storage. `tried` is called for each set of kept
-    fields that was looked at.
+    """Return the fastest plan that fits: in tiles, with fields of few pixels whole, or the whole image at once, which comes
+    first where it is about as fast.
+
+    With `tiles` (one shape for each stage; the last serves the rest), `kept` and `whole_pixels`: the plan with these
+    tiles that keeps these fields in these tiers, with fields of at most so many pixels whole. Several plans of one
+    graph are made sooner with the same `costs`, made for the same machine and storage. `tried` is called for each set
+    of kept fields that was looked at.
 
     Raises:
         BudgetError: even the smallest tile does not fit; names the stage, the tile and every number.
@@ -88,7 +90,10 @@ def make_plan(
     if not found:
         assert refusal is not None
         raise refusal
-    return min(found, key=lambda plan: plan.predicted_seconds)
+    fastest = min(found, key=_predicted_seconds)
+    if whole is not None and whole.predicted_seconds <= ABOUT_AS_FAST * fastest.predicted_seconds:
+        return whole
+    return fastest
 
 
 def _worth_whole(problem: Problem) -> Iterator[int]:
@@ -331,6 +336,10 @@ class _Chooser:
                 return None if centre is None else tried[centre]
             step = -(-step // 2)
             asked = [count for count in (centre - step, centre + step) if 0 < count <= most]
+
+
+def _predicted_seconds(plan: Plan) -> float:
+    return plan.predicted_seconds
 
 
 def _seconds(plan: Plan) -> float:

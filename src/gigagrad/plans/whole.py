@@ -45,9 +45,18 @@ def is_from_heap(plan: Plan, cost: WholeCost) -> bool:
     return cost.largest_bytes >= MAPPED_BYTES and _is_enough_for_heap(freed_bytes, cost)
 
 
+def is_roomy(plan: Plan, cost: WholeCost) -> bool:
+    """Say whether the plan has room for all that the heap ever kept of such a network, so that nobody has to look."""
+    return _planned_freed_bytes(plan) >= _freed_bytes(cost)[0]
+
+
 def unseen_bytes(cost: WholeCost) -> int:
     """Return what large blocks from the heap may add to the process before anybody looks."""
     return min(cost.largest_bytes, FILLED_UNSEEN_BYTES)
+
+
+def _planned_freed_bytes(plan: Plan) -> int:
+    return amount_of(plan.fixed, estimate.ACTIVATION_FRAGMENTATION)
 
 
 def _freed_bytes(cost: WholeCost) -> tuple[int, ...]:
