@@ -56,8 +56,8 @@ def make_plan(
     costs: Costs | None = None,
     tried: Tried = lambda seconds: None,
 ) -> Plan:
-    """Return the fastest plan that fits: in tiles, with fields of few pixels whole, or the whole image at once, which comes
-    first where it is about as fast.
+    """Return the fastest plan that fits: in tiles, with fields of few pixels whole, or the whole image at once, which
+    comes first where it is about as fast.
 
     With `tiles` (one shape for each stage; the last serves the rest), `kept` and `whole_pixels`: the plan with these
     tiles that keeps these fields in these tiers, with fields of at most so many pixels whole. Several plans of one
