@@ -119,7 +119,7 @@ def serve(case: str, slide: Path, mask: Path) -> None:
     sys.stdin.readline()
     begun = time.perf_counter()
     plan = engine.plan(image, target)
-    told = {"tiles": [stage.tile for stage in plan.stages], "layout": plan.memory_format, "workers": plan.workers}
+    told = {"tiles": [segment.tile for segment in plan.segments], "layout": plan.memory_format, "workers": plan.workers}
     print(json.dumps({"seconds": time.perf_counter() - begun, "plan": told}, default=str), flush=True)
     while sys.stdin.readline():
         model.zero_grad()

@@ -114,7 +114,7 @@ def try_case(name: str, size: tuple[int, int], *, train: bool, rounds: int) -> d
         "model": name,
         "size": list(size),
         "mode": "train" if train else "eval",
-        "stages": len(plan.stages),
+        "segments": len(plan.segments),
         "tiles": plan.tile_count,
         "workers": plan.workers,
         "seconds": round(min(taken), 3),

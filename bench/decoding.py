@@ -29,7 +29,7 @@ from gigagrad.boxes import Box
 from gigagrad.execution.sources import image_source, read_ahead
 from gigagrad.images import make_slide, open_image
 from gigagrad.images.tiff import TiffImage
-from gigagrad.plans import Grid, Parts, split_stages
+from gigagrad.plans import Chunks, Grid, split_segments
 from gigagrad.plans.geometry import runs_by_rows
 from gigagrad.threads import SideThreads
 
@@ -93,15 +93,17 @@ def planned(slide: Path, mask: Path, memory: str, *, grey: bool) -> tuple[int, l
     with open_image(slide) as opened, open_image(mask) as target:
         image = opened.grey() if grey else opened
         plan, graph = engine.plan(image, target), engine.problem(image, target).graph
-        stages = split_stages(graph, [field.node for field in plan.kept])
+        segments = split_segments(graph, [field.node for field in plan.kept])
         names = {node.id: node.arguments["name"] for node in graph.nodes if node.is_source and node.is_field}
         for step in plan.passes:
-            stage = stages[step.stage]
-            if any(names.get(i) == "image" for i in stage.reads):
-                grid = Grid(graph, stage, plan.stages[step.stage].tile)
-                read = [i for i in stage.reads if i in names]
-                parts = Parts(grid, plan.stages[step.stage].parts, by_rows=runs_by_rows(stage, graph[grid.reference]))
-                order = [parts.tile(position) for part in range(len(parts)) for position in parts.tiles(part)]
+            segment = segments[step.segment]
+            if any(names.get(i) == "image" for i in segment.reads):
+                grid = Grid(graph, segment, plan.segments[step.segment].tile)
+                read = [i for i in segment.reads if i in names]
+                chunks = Chunks(
+                    grid, plan.segments[step.segment].chunks, by_rows=runs_by_rows(segment, graph[grid.reference])
+                )
+                order = [chunks.tile(position) for chunk in range(len(chunks)) for position in chunks.tiles(chunk)]
                 boxes = [[(names[i], tile.box(i)) for i in read] for tile in order]
                 passes.append([[(name, box) for name, box in tile if box is not None] for tile in boxes])
     return plan.readers, passes

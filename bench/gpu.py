@@ -136,7 +136,7 @@ def ours(name: str, height: int, width: int, memory: str, steps: int = 3, *, bus
         "plan_seconds": round(time.perf_counter() - begun, 2),
         "predicted_seconds": round(plan.predicted_seconds, 3),
         "predicted_gib": round(plan.predicted_peak_bytes / GIB, 2),
-        "stages": len(plan.stages),
+        "segments": len(plan.segments),
         "passes": len(plan.passes),
         "tiles": plan.tile_count,
     }

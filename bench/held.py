@@ -5,7 +5,7 @@
 Of the bytes of all kept fields, `held` is the part that the rank with most has, over an even share and what its tiles
 read of others' pixels; `cotangents` the same of their gradients. `sent` is what travels of fields and cotangents over
 the halo volume: for each rank, the pixels that it reads and others write, once forward for each kept field, and
-backward those that it adds to and others want, once for each stage that reads the field. All are 0 where a plan keeps
+backward those that it adds to and others want, once for each segment that reads the field. All are 0 where a plan keeps
 nothing. Prints a line for each network and number of ranks, and one JSON line last.
 """
 
@@ -66,19 +66,19 @@ class _Shared:
         self.partition = Partition(self.graph, plan, problem.ranks)
         self.kept = [field.node for field in plan.kept if not self.graph.gathers(field.node)]
         self.moved = [i for i in self.kept if self.graph[i].differentiable]
-        self.sweeps = [(i, stage) for i in self.moved for stage in self.partition.adding(i)]
+        self.sweeps = [(i, segment) for i in self.moved for segment in self.partition.adding(i)]
 
     def found(self) -> dict[str, float]:
         partition = self.partition
         ranks = range(partition.count)
         pairs = [(a, b) for a in ranks for b in ranks if a != b]
         halos = [sum(self.nbytes(i, self.halo(i, rank)) for i in self.kept) for rank in ranks]
-        added = sum(self.nbytes(i, self.added(i, stage, rank)) for i, stage in self.sweeps for rank in ranks)
+        added = sum(self.nbytes(i, self.added(i, segment, rank)) for i, segment in self.sweeps for rank in ranks)
         sent = sum(self.nbytes(i, partition.halo(i, *pair)) for i in self.kept for pair in pairs)
-        for i, stage in self.sweeps:
+        for i, segment in self.sweeps:
             for pair in pairs:
-                overlaps = [box for _, box in partition.overlaps(stage, i, *pair)]
-                sent += self.nbytes(i, [*partition.sums(stage, i, *pair), *overlaps])
+                overlaps = [box for _, box in partition.overlaps(segment, i, *pair)]
+                sent += self.nbytes(i, [*partition.sums(segment, i, *pair), *overlaps])
 
         def unevenness(fields: Sequence[int], held: Callable[[int, int], list[Box]]) -> float:
             if not fields:
@@ -100,10 +100,10 @@ class _Shared:
         """What a rank reads and others write."""
         return without(self.partition.held(field, rank), self.partition.written(field, rank))
 
-    def added(self, field: int, stage: int, rank: int) -> list[Box]:
+    def added(self, field: int, segment: int, rank: int) -> list[Box]:
         """What a rank adds to and others want."""
-        wanted = self.partition.wanted_next(stage, field, rank)
-        return without(apart(self.partition.read(stage, field, rank)), wanted)
+        wanted = self.partition.wanted_next(segment, field, rank)
+        return without(apart(self.partition.read(segment, field, rank)), wanted)
 
 
 if __name__ == "__main__":

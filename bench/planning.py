@@ -146,7 +146,7 @@ def measured(case: Case, *, curve: bool) -> dict[str, Any]:
     return {
         **asked,
         "parameters": parameters,
-        "stages": len(plan.stages),
+        "segments": len(plan.segments),
         "tiles": plan.tile_count,
         "predicted_peak_bytes": plan.predicted_peak_bytes,
         "predicted_seconds": plan.modelled_seconds,

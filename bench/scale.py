@@ -254,8 +254,8 @@ def alone(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
         "link": dataclasses.asdict(link),
         "predicted": {count: dataclasses.asdict(step) for count, step in steps.items()},
         "plan": {
-            "tiles": [stage.tiles for stage in plan.stages],
-            "parts": [stage.parts for stage in plan.stages],
+            "tiles": [segment.tiles for segment in plan.segments],
+            "chunks": [segment.chunks for segment in plan.segments],
             "kept": [(field.tier, field.size_bytes) for field in plan.kept],
         },
     }
@@ -265,7 +265,7 @@ def by_pass(plan: Plan, ticks: list[float]) -> list[float]:
     """Seconds of each pass, from those of the start, of every tile and of the end; the last one has what follows."""
     ends, done = [ticks[0]], 0
     for step in plan.passes:
-        done += plan.stages[step.stage].tile_count
+        done += plan.segments[step.segment].tile_count
         ends.append(ticks[done])
     ends[-1] = ticks[-1]
     return [end - start for start, end in pairwise(ends)]

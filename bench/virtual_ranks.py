@@ -37,14 +37,14 @@ def main() -> None:
     args = parser.parse_args()
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    differing = other_bytes = runs = sent = stages = 0
+    differing = other_bytes = runs = sent = segments = 0
     largest = 0
     start = time.perf_counter()
     for seed in range(args.first, args.first + args.cases):
         case = make_case(seed)
         run = prepared_for(case.model, case.loss, case.image, case.target, tile=case.tile)
         alone, _ = outcome(run, SingleRank())
-        stages += len(run.prepared.stages)
+        segments += len(run.prepared.segments)
         draw = random.Random(seed)
         for count in draw.sample(range(2, args.most + 1), 3):
             found = run_threaded(count, partial(outcome, run))
@@ -67,7 +67,7 @@ def main() -> None:
         "first_seed": args.first,
         "runs": runs,
         "most_ranks": largest,
-        "stages": stages,
+        "segments": segments,
         "differing": differing,
         "other_bytes_than_planned": other_bytes,
         "sent_bytes": sent,

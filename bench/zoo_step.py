@@ -197,7 +197,7 @@ def worst_of(errors: dict[str, Any]) -> float:
 
 
 def engine_with_tiles(model: nn.Module, image: Tensor, target: Tensor, cuts: Iterable[int]) -> gg.Engine:
-    """An engine that has planned this image, with several tiles in at least one stage where that is possible."""
+    """An engine that has planned this image, with several tiles in at least one segment where that is possible."""
     for cut in cuts:
         engine = gg.compile(model, loss, tile=(image.shape[1] // cut, image.shape[2] // cut))
         if has_several_tiles(engine, image, target):

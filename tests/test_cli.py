@@ -211,7 +211,7 @@ def test_plan_prints_a_table_for_a_size_no_memory_could_hold(capsys):
     text = capsys.readouterr().out
     assert "16000 x 64000 px (1.02 Gpx)" in text
     assert "budget 64 GiB" in text
-    for part in ("Stages", "Most of the time", "Fields", "Memory at the peak", "Memory against time", "<- this plan"):
+    for part in ("Segments", "Most of the time", "Fields", "Memory at the peak", "Memory against time", "<- this plan"):
         assert part in text
     assert max(map(len, lines(text))) <= 100
 

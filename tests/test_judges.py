@@ -174,7 +174,7 @@ def test_a_judge_uses_public_names_alone(path: Path) -> None:
         ("import gigagrad as gg\ngg.plans", "line 2: gigagrad.plans"),
         ("engine = None\nengine._planner", "line 2: ._planner"),
         ("patch('gigagrad.execution.scalars')", "line 1: gigagrad.execution.scalars"),
-        ("engine = None\nplan = engine.plan(0)\nplan.stages, plan.tile", "line 3: plan.stages"),
+        ("engine = None\nplan = engine.plan(0)\nplan.segments, plan.tile", "line 3: plan.segments"),
         ("engine = None\nengine.plan(0).kept", "line 2: plan.kept"),
         ("RUN = '''\nfrom gigagrad.plans import Plan\n'''", "line 1: line 2: gigagrad.plans.Plan"),
     ],

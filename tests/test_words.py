@@ -14,7 +14,20 @@ OURS = {
     *("dealt", "fate", "fates", "fleet", "front", "heard", "hoard", "joining", "keeping", "ledger", "look", "meet"),
     *("meeting", "meetings", "offer", "option", "owners", "pairs", "parcel", "pulse", "rehearsal", "said", "seam"),
     *("shared_out", "slack", "strip", "swap", "sweep", "sweeps", "swept", "tape", "tested", "tilings", "told", "turn"),
-    *("turned", "turns", "words", "worth_saying", "composite", "originals", "ran", "walk"),
+    *(
+        "part",
+        "parts",
+        "stage",
+        "stages",
+        "turned",
+        "turns",
+        "words",
+        "worth_saying",
+        "composite",
+        "originals",
+        "ran",
+        "walk",
+    ),
 }
 """Words of this house alone; the field says assign, placement, halo, message, step, scalar graph and so on."""
 

@@ -65,7 +65,7 @@ class Preparing(Event):
 
 @dataclass(frozen=True, slots=True)
 class TileDone(Event):
-    """One tile of one stage ran; `phase` is `"forward"` or `"backward"`, counts are over the whole step.
+    """One tile of one segment ran; `phase` is `"forward"` or `"backward"`, counts are over the whole step.
 
     `seconds_left` of the step: the plan says how passes differ, and the tiles so far how fast they are computed.
     """

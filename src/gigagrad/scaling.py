@@ -32,7 +32,7 @@ from typing import NamedTuple
 import numpy as np
 
 from gigagrad.errors import ConfigError
-from gigagrad.plans import MEMORY, Parts, Plan, Problem, Tiles
+from gigagrad.plans import MEMORY, Chunks, Plan, Problem, Tiles
 from gigagrad.plans.emit import shared_by
 from gigagrad.plans.geometry import Grid
 from gigagrad.plans.plan import total
@@ -83,7 +83,7 @@ def parse_link(text: str) -> Link:
     raise ConfigError(f"cannot read {text!r} as a link; write it like '10Gbit/s', '25GB/s' or '10Gbit/s,50us'")
 
 
-PARTS, BALANCE, HALOS, SUMS, COPIES = "fewer parts than ranks", "uneven parts", "halos", "sums", "packing"
+CHUNKS, BALANCE, HALOS, SUMS, COPIES = "fewer chunks than ranks", "uneven chunks", "halos", "sums", "packing"
 LATENCY, REPLICATED = "latency", "whole fields on every rank"
 """Causes that keep a step from being as many times faster as there are ranks."""
 _MOVED = 2
@@ -104,7 +104,7 @@ class TileStep:
     """A step on one image, shared by several ranks."""
 
     ranks: int
-    """That have something to do: no more than any stage has parts."""
+    """That have something to do: no more than any segment has chunks."""
     seconds: float
     alone_seconds: float
     """Seconds that one rank takes."""
@@ -117,8 +117,8 @@ class TileStep:
 
 
 def most_ranks(plan: Plan) -> int:
-    """Return how many ranks have something to do: the parts of a stage that are not empty."""
-    return max((min(stage.parts, stage.tile_count) for stage in plan.stages), default=1)
+    """Return how many ranks have something to do: the chunks of a segment that are not empty."""
+    return max((min(segment.chunks, segment.tile_count) for segment in plan.segments), default=1)
 
 
 def tile_step(
@@ -188,23 +188,23 @@ def _lost(passes: Sequence[PassTimes], link: Link, copying: float) -> dict[str, 
     waits = [max(one.seconds) - sum(one.seconds) / len(one.seconds) for one in passes]
     idle = sum(wait for wait, one in zip(waits, passes, strict=True) if not all(one.seconds))
     found = dict(zip((COPIES, LATENCY, HALOS, SUMS), (a - b for a, b in pairwise(times)), strict=True))
-    return {PARTS: idle, BALANCE: sum(waits) - idle, **found}
+    return {CHUNKS: idle, BALANCE: sum(waits) - idle, **found}
 
 
 def _rank_shares(problem: Problem, plan: Plan, step: Tiles) -> list[float]:
     """Return the share of a pass that each rank takes, of one rank's seconds: its pixels, and what its last tiles leave
     idle of the threads that compute tiles side by side.
     """
-    stage = plan.stages[step.stage]
-    grid = Grid(problem.graph, stage.computes, stage.tile)
-    parts = Parts(grid, stage.parts, by_rows=grid.by_rows)
+    segment = plan.segments[step.segment]
+    grid = Grid(problem.graph, segment.computes, segment.tile)
+    chunks = Chunks(grid, segment.chunks, by_rows=grid.by_rows)
 
     def taken(some: range) -> float:
-        tiles = range(parts.start(some.start), parts.start(some.stop))
+        tiles = range(chunks.start(some.start), chunks.start(some.stop))
         idle = -len(tiles) % plan.workers / max(len(tiles), 1)
-        return (1 + idle) * sum(box.area for box in parts.written(grid.reference, tiles))
+        return (1 + idle) * sum(box.area for box in chunks.written(grid.reference, tiles))
 
-    return [taken(step.own(rank)) / taken(range(len(parts))) for rank in range(len(step.first_parts) - 1)]
+    return [taken(step.own(rank)) / taken(range(len(chunks))) for rank in range(len(step.first_chunks) - 1)]
 
 
 def _memory_bytes(plan: Plan, ranks: int) -> int:
@@ -212,7 +212,7 @@ def _memory_bytes(plan: Plan, ranks: int) -> int:
     peaks = []
     for step, buffers in live(plan.steps):
         here = [buffer.held_bytes for buffer in buffers if buffer.tier == MEMORY]
-        peaks.append(total(plan.stages[step.stage].memory) + max(map(sum, zip(*here, strict=True)), default=0))
+        peaks.append(total(plan.segments[step.segment].memory) + max(map(sum, zip(*here, strict=True)), default=0))
     return total(plan.fixed) + max(peaks, default=0)
 
 
@@ -360,7 +360,7 @@ class Shared:
         tile = self.tile
         more = {
             SLIDES: self.images * tile.alone_seconds / tile.ranks - self.alone_seconds / self.busy,
-            PARTS: self.alone_seconds * (1 / self.busy - 1 / self.ranks),
+            CHUNKS: self.alone_seconds * (1 / self.busy - 1 / self.ranks),
             SUMS: self.sums_seconds,
         }
         lost = {cause: self.images * seconds for cause, seconds in tile.lost.items()}
@@ -407,7 +407,7 @@ class Scaling:
         }
 
     def pipeline_seconds(self, ranks: int) -> float:
-        """Estimate the pipeline that PipeDream's program makes of the plan's stages, emptied every step: an image
+        """Estimate the pipeline that PipeDream's program makes of the plan's segments, emptied every step: an image
         through all of them, and what the slowest takes for every other one. Copies of a stage sum their gradients once,
         at the end.
         """
@@ -433,21 +433,21 @@ class Scaling:
 
     @cached_property
     def layers(self) -> list[Layer]:
-        """Return the stages of the plan as a chain of layers."""
+        """Return the segments of the plan as a chain of layers."""
         graph, plan = self._problem.graph, self._plan
-        stages = [stage.computes for stage in plan.stages]
-        seconds = [0.0] * len(stages)
+        segments = [segment.computes for segment in plan.segments]
+        seconds = [0.0] * len(segments)
         for step, share in zip(plan.passes, plan.pass_shares, strict=True):
-            seconds[step.stage] += share * plan.predicted_seconds
-        made = {field: stage.index for stage in stages for field in stage.kept}
-        last = {field: stage.index for stage in stages for field in stage.reads}
+            seconds[step.segment] += share * plan.predicted_seconds
+        made = {field: segment.index for segment in segments for field in segment.kept}
+        last = {field: segment.index for segment in segments for field in segment.reads}
         return [
             Layer(
-                seconds[stage.index],
-                sum(graph[i].nbytes for i, first in made.items() if first <= stage.index < last.get(i, first)),
-                sum(graph[i].nbytes for i in stage.globals if i in self._parameters),
+                seconds[segment.index],
+                sum(graph[i].nbytes for i, first in made.items() if first <= segment.index < last.get(i, first)),
+                sum(graph[i].nbytes for i in segment.globals if i in self._parameters),
             )
-            for stage in stages
+            for segment in segments
         ]
 
     @cached_property

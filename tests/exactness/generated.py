@@ -65,7 +65,7 @@ class DownUp(nn.Module):
 
 
 class Gate(nn.Module):
-    """Squeeze and excitation: the field is scaled by a function of its own mean, so there are two stages."""
+    """Squeeze and excitation: the field is scaled by a function of its own mean, so there are two segments."""
 
     def __init__(self, channels: int) -> None:
         super().__init__()

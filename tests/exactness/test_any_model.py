@@ -188,7 +188,7 @@ LATE = {
 
 
 @pytest.mark.parametrize("name", LATE)
-def test_a_loss_that_waits_for_a_whole_field_of_its_last_stage(name, pair):
+def test_a_loss_that_waits_for_a_whole_field_of_its_last_segment(name, pair):
     model = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.ReLU(), nn.Conv2d(4, 1, 1))
     assert check(model, LATE[name], pair).whole_field
 

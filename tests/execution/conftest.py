@@ -31,7 +31,7 @@ class Net(nn.Module):
 
 
 class Gate(nn.Module):
-    """Two stages: scaled by a function of its own mean."""
+    """Two segments: scaled by a function of its own mean."""
 
     def __init__(self) -> None:
         super().__init__()

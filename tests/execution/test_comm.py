@@ -23,7 +23,7 @@ from gigagrad.plans.emit import shared_by
 from gigagrad.plans.partition import how_summed
 from gigagrad.plans.plan import RankPlan
 from gigagrad.plans.program import Exchange, Gather, Sum
-from gigagrad.plans.stages import summed_globals
+from gigagrad.plans.segments import summed_globals
 from gigagrad.ranks import SingleRank, run_threaded
 from tests.exactness.generated import make_case
 from tests.exactness.normed import Net, dice
@@ -100,8 +100,8 @@ def test_large_sums_that_are_needed_at_once_are_put_together(count):
     net = Standardised().double()
     image, target = torch.rand(3, 48, 40).double(), (torch.rand(1, 48, 40) > 0.5).double()
     run = prepared_for(net, dice, image, target, tile=(8, 40))
-    problem, stages = run.prepared.problem, run.prepared.stages
-    assert any(how_summed(problem, summed_globals(run.prepared.graph, stage)).cut for stage in stages)
+    problem, segments = run.prepared.problem, run.prepared.segments
+    assert any(how_summed(problem, summed_globals(run.prepared.graph, segment)).cut for segment in segments)
     check(run, count)
     expected = torch.autograd.grad(dice(net(image[None]), target[None]), [*net.parameters()])
     run.engine.backward(image, target)
@@ -149,25 +149,25 @@ def test_a_rank_without_a_sum_adds_nothing_not_zero():
     run = prepared_for(Net(), dice, torch.rand(3, 64, 96), torch.rand(1, 64, 96), tile=(16, 24))
     plan = shared_by(run.prepared.problem, run.prepared.plan, 2)
     prepared = dataclasses.replace(run.prepared, plan=plan)
-    stage = next(one for one in prepared.stages if one.globals)
+    segment = next(one for one in prepared.segments if one.globals)
     graph = prepared.graph
     index, step = next(
         (i, step)
         for i, step in enumerate(plan.steps)
-        if isinstance(step, Tiles) and step.stage == stage.index
+        if isinstance(step, Tiles) and step.segment == segment.index
         if step.phase != "forward"
     )
     end = plan.steps[index + 1]
     assert isinstance(end, Exchange)
     end = dataclasses.replace(end, transfers=(), reductions=Sum((), (), ()))
-    first, second = [i for i in stage.globals if graph[i].differentiable][:2]
+    first, second = [i for i in segment.globals if graph[i].differentiable][:2]
 
     def work(ranks):
         comm = Comm(prepared, ranks)
         _, own = comm.own(step)
         sums, key = comm.new_sums(step), (first, second)[ranks.index]
         sums.add(own.start, {key: torch.full(graph[key].shape, -0.0)})
-        total, _ = comm.exchange(end, PassResult(step, stage, {}, gradients=sums))
+        total, _ = comm.exchange(end, PassResult(step, segment, {}, gradients=sums))
         shares = {i: value for i, value in total.items() if not comm.is_whole(i)}
         assert all(len(value) == prod(graph[i].shape) / 2 for i, value in shares.items())
         gradients = {i: value.float() for i, value in shares.items()}

@@ -109,7 +109,7 @@ def test_a_changed_model_is_planned_anew(net, bce, pair):
     lean = engine.plan(pair.image, pair.target)
     net.requires_grad_(True)
     full = engine.plan(pair.image, pair.target)
-    assert full.stages[0].tile_peak_bytes > lean.stages[0].tile_peak_bytes
+    assert full.segments[0].tile_peak_bytes > lean.segments[0].tile_peak_bytes
     assert engine.plan(pair.image, pair.target) is full
 
 

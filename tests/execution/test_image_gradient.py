@@ -82,7 +82,7 @@ def by_autograd(model: nn.Module, loss: Callable[[Tensor, Tensor], Tensor], imag
     [
         (Net, (5, 8), False),
         (Net, (1, 40), True),  # along the columns, were it not handed over
-        (Gate, (5, 8), True),  # two stages read the image
+        (Gate, (5, 8), True),  # two segments read the image
         (Gate, (40, 3), False),
         (Upturned, (5, 8), True),
         (Whole, (5, 8), True),
@@ -191,5 +191,5 @@ def test_the_rows_that_are_held_are_part_of_the_plan():
     node = problem.graph.source("image")
     assert node is not None
     strips = replace(problem, handed=node.id, output_bytes=lambda rows, shape: 1000 * rows)
-    (stage,) = make_plan(strips, tiles=((32, 50),)).stages
-    assert amount_of(stage.memory, estimate.OUTPUT) == stage.crop[0] * (3 * 200 * node.bytes_per_pixel + 1000)
+    (segment,) = make_plan(strips, tiles=((32, 50),)).segments
+    assert amount_of(segment.memory, estimate.OUTPUT) == segment.crop[0] * (3 * 200 * node.bytes_per_pixel + 1000)

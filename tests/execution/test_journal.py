@@ -1,4 +1,4 @@
-"""A step that was cut off goes on behind its finished parts, and ends with the same bits."""
+"""A step that was cut off goes on behind its finished chunks, and ends with the same bits."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_what_was_finished_is_not_computed_again(counted, tmp_path):
     for cut in range(1, total, 29):
         assert again(run, counted, tmp_path, 1, cut) == []
         assert again(run, counted, tmp_path, 1, None) == [expected]
-        assert counted.tiles == total - cut, "a part is one tile here"
+        assert counted.tiles == total - cut, "a chunk is one tile here"
 
 
 def test_other_images_are_not_taken(counted, tmp_path):
@@ -123,7 +123,7 @@ def test_damaged_files_other_weights_and_other_draws_are_not_taken(counted, tmp_
     (folder,) = tmp_path.iterdir()
     for path in folder.iterdir():
         data = bytearray(path.read_bytes())
-        data[-9] ^= 64  # in what a part gave, not in what it read
+        data[-9] ^= 64  # in what a chunk gave, not in what it read
         path.write_bytes(data)
     torch.manual_seed(1)
     assert again(run, counted, tmp_path, 1, None) == [expected]
@@ -162,7 +162,7 @@ def test_an_engine_says_that_it_went_on(counted, tmp_path):
     counted.most = 10**9
     assert not told
     value = engine.backward(image, target)
-    assert any("parts that were finished before" in text for text in told)
+    assert any("chunks that were finished before" in text for text in told)
     found = [parameter.grad for parameter in net.parameters()]
     net.zero_grad()
     for name, buffer in net.named_buffers():

@@ -32,7 +32,7 @@ def test_some_sums_of_a_residual_chain_are_kept(pair):
 
 
 def test_giving_up_kept_fields_changes_nothing(pair, monkeypatch):
-    """Every subset of kept fields gives the same gradients: fewer of them are computed again, stage by stage."""
+    """Every subset of kept fields gives the same gradients: fewer of them are computed again, segment by segment."""
     model = Residual(2).double().train()
     for share in (0.0, 0.3, 0.6):
 

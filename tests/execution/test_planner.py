@@ -205,7 +205,7 @@ def test_only_so_many_sizes_are_kept(monkeypatch):
     assert len(engine.state_dict()["choices"]) == 3
 
 
-@pytest.mark.parametrize("kept", [[10**6], [0], [4]], ids=["no such node", "an image", "another number of stages"])
+@pytest.mark.parametrize("kept", [[10**6], [0], [4]], ids=["no such node", "an image", "another number of segments"])
 def test_an_adopted_choice_of_another_model_is_not_used(job, kept):
     engine, plan, held, notices = job
     before = plan()

@@ -189,7 +189,7 @@ def test_a_plan_that_has_run_is_made_again_with_its_tiles_on_all(job, grown):
 
     (before, after), other = run_threaded(2, work)
     assert other == (before, after)
-    assert [stage.tile for stage in after.stages] == [stage.tile for stage in before.stages]
+    assert [segment.tile for segment in after.segments] == [segment.tile for segment in before.segments]
     assert compiled(after) == 0 < compiled(before)
     assert not job.notices
 

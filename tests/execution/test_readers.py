@@ -32,7 +32,7 @@ def read_by(monkeypatch: pytest.MonkeyPatch, readers: int) -> None:
 
 
 class Loss(torch.nn.Module):
-    """Two stages, with a norm between them."""
+    """Two segments, with a norm between them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -97,7 +97,7 @@ def test_a_journal_holds_what_several_readers_read_in_the_order_of_tiles(
     monkeypatch.setattr(Buffers, "inputs", cut_off)
     with pytest.raises(RuntimeError, match="killed"):
         step(model, slide, choices, journal=folder)
-    assert [*folder.rglob("*-*")], "parts were written down"
+    assert [*folder.rglob("*-*")], "chunks were written down"
     computed = []
     monkeypatch.setattr(Buffers, "inputs", lambda *given, **options: computed.append(1) or read(*given, **options))  # type: ignore[func-returns-value]
     read_by(monkeypatch, 2)

@@ -8,7 +8,7 @@ from torch import nn
 
 import gigagrad as gg
 from gigagrad.execution.rounding_error import average_in
-from gigagrad.plans import split_stages
+from gigagrad.plans import split_segments
 from tests.exactness.normed import Net, dice
 
 BOUND = 1e-3
@@ -88,11 +88,11 @@ def keeping(model, loss, pair, modules, scratch, **options):
     graph = engine.problem(*pair).graph
     fields = [n.id for n in graph.nodes if n.is_field and "conv" in n.op and n.origin.module_path in modules]
     assert len(fields) == len(modules)
-    stages = len(split_stages(graph, fields))
+    segments = len(split_segments(graph, fields))
     choice = {
         "memory_format": "contiguous",
         "workers": 1,
-        "tiles": [[36, 44]] * stages,
+        "tiles": [[36, 44]] * segments,
         "kept": [[i, "disk"] for i in fields],
     }
     engine.load_state_dict({"choices": {"backward " + "x".join(map(str, (1, *pair[0].shape))): choice}})

@@ -45,7 +45,7 @@ def test_one_pass_reports_every_tile_and_then_the_step(net, bce, pair):
     assert measured.predicted_peak_bytes >= engine.plan(pair.image, pair.target).predicted_peak_bytes
 
 
-def test_two_stages_run_forward_and_then_backward_in_reverse(gate, bce, pair):
+def test_two_segments_run_forward_and_then_backward_in_reverse(gate, bce, pair):
     engine = gg.compile(gate, bce, tile=(12, 31))
     seen = events_of(engine)
     engine.backward(pair.image, pair.target)
@@ -57,7 +57,7 @@ def test_two_stages_run_forward_and_then_backward_in_reverse(gate, bce, pair):
 def test_what_is_left_is_foretold_by_what_the_passes_took_before(gate, bce, pair, monkeypatch):
     engine = gg.compile(gate, bce, tile=(12, 31))
     plan = engine.plan(pair.image, pair.target)
-    counts = [plan.stages[p.stage].tile_count for p in plan.passes]
+    counts = [plan.segments[p.segment].tile_count for p in plan.passes]
     clock = [0.0]
     monkeypatch.setattr(probes, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
     tell = Progress.tile_done
@@ -70,7 +70,7 @@ def test_what_is_left_is_foretold_by_what_the_passes_took_before(gate, bce, pair
     engine.backward(pair.image, pair.target)
     seen = events_of(engine)
     engine.backward(pair.image, pair.target)
-    seconds = [1.0 if p.phase == "forward" else 5.0 for p in plan.passes for _ in range(counts[p.stage])]
+    seconds = [1.0 if p.phase == "forward" else 5.0 for p in plan.passes for _ in range(counts[p.segment])]
     left = [sum(seconds[done:]) for done in range(1, len(seconds) + 1)]
     assert [event.seconds_left for event in seen[:-1]] == pytest.approx(left)
 
@@ -142,8 +142,8 @@ def test_parameters_reached_both_by_tiles_and_by_globals(pair, whole, assert_exa
     assert_exact(model, expected)
 
 
-def test_three_stages_deep(pair, whole, assert_exact):
-    """Normalisation twice over: every stage's reductions depend on those of the stage before."""
+def test_three_segments_deep(pair, whole, assert_exact):
+    """Normalisation twice over: every segment's reductions depend on those of the segment before."""
 
     class Twice(nn.Module):
         def __init__(self):
@@ -162,7 +162,7 @@ def test_three_stages_deep(pair, whole, assert_exact):
     _, expected = whole(model, F.mse_loss, pair.image, pair.target[None])
     engine = gg.compile(model, F.mse_loss, tile=(7, 12))
     engine.backward(pair.image, pair.target)
-    assert len(engine.plan(pair.image, pair.target).stages) == 5
+    assert len(engine.plan(pair.image, pair.target).segments) == 5
     for name, parameter in model.named_parameters():
         if "bias" not in name:  # a bias that normalisation removes has a gradient of rounding errors only
             torch.testing.assert_close(parameter.grad, expected[name], rtol=1e-10, atol=1e-12)
@@ -264,9 +264,9 @@ def test_memory_is_given_back_for_what_each_pass_will_take():
     pair = torch.rand(1, 18, 18), torch.rand(1, 16, 16)
     plan = engine.plan(*pair)
     engine.backward(*pair)
-    assert max(stage.beside_bytes for stage in plan.stages) >= 512 * 512 * 9 * 4
-    stages = [plan.stages[step.stage] for step in plan.passes]
-    assert [tiles[:2] for tiles, *_ in told] == [(plan.workers * s.tile_peak_bytes, s.beside_bytes) for s in stages]
+    assert max(segment.beside_bytes for segment in plan.segments) >= 512 * 512 * 9 * 4
+    segments = [plan.segments[step.segment] for step in plan.passes]
+    assert [tiles[:2] for tiles, *_ in told] == [(plan.workers * s.tile_peak_bytes, s.beside_bytes) for s in segments]
     assert {tiles[2] for tiles, *_ in told} == {4 * 512 * 512 * 9, 4 * 512 * 8 * 8}  # weights count as blocks, too
     weights = 8 * (512 * 512 * 9 + 512 + 512 + 512)
     backward = [room for (_, room, *_), step in zip(told, plan.passes, strict=True) if step.phase == "backward"]

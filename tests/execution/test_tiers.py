@@ -117,12 +117,12 @@ def test_an_error_leaves_no_files_and_no_gradients(pair, tmp_path, monkeypatch):
 def test_a_file_damaged_while_tiles_run_is_an_error(pair, tmp_path, monkeypatch):
     cotangents = Run._cotangents
 
-    def damage(self, stage):
+    def damage(self, segment):
         for path in tmp_path.glob("gigagrad-*/field-*"):
             content = bytearray(path.read_bytes())
             content[:64] = bytes(64)
             path.write_bytes(content)
-        return cotangents(self, stage)
+        return cotangents(self, segment)
 
     monkeypatch.setattr(Run, "_cotangents", damage)
     with pytest.raises(StoreError, match="does not hold what was written"):

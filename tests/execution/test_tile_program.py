@@ -1,4 +1,4 @@
-"""One tile of a stage, run by hand."""
+"""One tile of a segment, run by hand."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from gigagrad.boxes import Box
 from gigagrad.errors import OperatorError
 from gigagrad.execution.tile_program import PassContext, TilePrograms
 from gigagrad.graphs import InputSpec, capture
-from gigagrad.plans import Grid, split_stages
+from gigagrad.plans import Grid, split_segments
 from gigagrad.plans.memory import workspace_bytes
 
 SIZE = (21, 26)
@@ -37,20 +37,22 @@ def case():
     torch.manual_seed(0)
     net, image = Net().double(), torch.rand(1, 1, *SIZE, dtype=torch.float64)
     graph = capture(net, None, InputSpec((1, 1, *SIZE), torch.float64, field=True), None)
-    (stage,) = split_stages(graph)
-    values = {i: dict(net.named_parameters())[graph[i].arguments["name"].removeprefix("model.")] for i in stage.globals}
-    return graph, stage, values, image, net(image).detach()
+    (segment,) = split_segments(graph)
+    values = {
+        i: dict(net.named_parameters())[graph[i].arguments["name"].removeprefix("model.")] for i in segment.globals
+    }
+    return graph, segment, values, image, net(image).detach()
 
 
 @given(st.tuples(st.integers(1, 30), st.integers(1, 30)), st.data())
 def test_a_tile_is_the_crop_of_the_whole(case, tile, data):
-    graph, stage, values, image, whole = case
-    grid = Grid(graph, stage, tile)
+    graph, segment, values, image, whole = case
+    grid = Grid(graph, segment, tile)
     geometry = grid[data.draw(st.integers(0, len(grid) - 1))]
     source = graph.source("image").id
     box = geometry.box(source)
     crops = {source: image[..., box.y0 : box.y1, box.x0 : box.x1]}
-    programs = TilePrograms(graph, torch.device("cpu")).of(stage)
+    programs = TilePrograms(graph, torch.device("cpu")).of(segment)
     with torch.no_grad():
         shares = programs.at(geometry).run(geometry, crops, values)
     assert crops == {}, "the images' crops are handed over, so that they can be freed"
@@ -72,10 +74,10 @@ def test_a_target_coarser_than_the_grid_is_shared_out_once():
         InputSpec((1, 1, 40, 40), torch.float64, field=True),
         InputSpec((), torch.float64, field=False),
     )
-    (stage,) = split_stages(graph)
-    grid = Grid(graph, stage, (5, 5))
-    programs = TilePrograms(graph, torch.device("cpu")).of(stage)
-    source, totals, empty = graph.source("image").id, dict.fromkeys(stage.reductions, 0.0), 0
+    (segment,) = split_segments(graph)
+    grid = Grid(graph, segment, (5, 5))
+    programs = TilePrograms(graph, torch.device("cpu")).of(segment)
+    source, totals, empty = graph.source("image").id, dict.fromkeys(segment.reductions, 0.0), 0
     for tile_id in range(len(grid)):
         geometry = grid[tile_id]
         box = geometry.box(source)
@@ -91,12 +93,12 @@ def test_a_target_coarser_than_the_grid_is_shared_out_once():
 
 def test_a_tile_reads_no_more_than_it_says(case):
     """Crops of exactly the boxes named are enough; one pixel less is noticed."""
-    graph, stage, values, image, _ = case
-    geometry = Grid(graph, stage, (6, 6))[5]
+    graph, segment, values, image, _ = case
+    geometry = Grid(graph, segment, (6, 6))[5]
     source = graph.source("image").id
     box = geometry.box(source)
     assert box != Box.whole(*SIZE)
-    programs = TilePrograms(graph, torch.device("cpu")).of(stage)
+    programs = TilePrograms(graph, torch.device("cpu")).of(segment)
     with torch.no_grad(), pytest.raises((OperatorError, AssertionError)):
         programs.at(geometry).run(geometry, {source: image[..., box.y0 : box.y1 - 1, box.x0 : box.x1]}, values)
 
@@ -105,12 +107,12 @@ def test_tiles_that_are_alike_share_a_program():
     """Off the border all are: three of them along each axis are enough, whatever the number of tiles."""
     net = nn.Sequential(nn.Conv2d(1, 2, 3, padding=1), nn.MaxPool2d(2), nn.ReLU(), nn.Upsample(scale_factor=2))
     graph = capture(net, None, InputSpec((1, 1, 96, 128), torch.float32, field=True), None)
-    (stage,) = split_stages(graph)
-    grid = Grid(graph, stage, (8, 8))
-    programs = TilePrograms(graph, torch.device("cpu")).of(stage)
+    (segment,) = split_segments(graph)
+    grid = Grid(graph, segment, (8, 8))
+    programs = TilePrograms(graph, torch.device("cpu")).of(segment)
     found = {programs.at(grid[index]) for index in range(len(grid))}
     assert (len(grid), len(found)) == (12 * 16, 9)
-    assert programs.at(Grid(graph, stage, (8, 8))[40]) in found, "another grid of the same tiles"
+    assert programs.at(Grid(graph, segment, (8, 8))[40]) in found, "another grid of the same tiles"
 
 
 def test_large_blocks_are_announced_before_they_are_taken():
@@ -129,15 +131,15 @@ def test_large_blocks_are_announced_before_they_are_taken():
     size = (384, 384)
     specs = (InputSpec((1, 1, *size), torch.float32, field=True) for _ in range(2))
     graph = capture(Net(), F.mse_loss, *specs)  # type: ignore[arg-type]
-    (stage,) = split_stages(graph)
-    geometry = Grid(graph, stage, size)[0]
+    (segment,) = split_segments(graph)
+    geometry = Grid(graph, segment, size)[0]
     told: list[Any] = []
-    program = TilePrograms(graph, torch.device("cpu")).of(stage).at(geometry)
+    program = TilePrograms(graph, torch.device("cpu")).of(segment).at(geometry)
     context = PassContext(make_room=told.append)
-    values = {i: torch.rand(graph[i].shape).requires_grad_() for i in stage.globals}
-    crops = {i: torch.rand(graph[i].shape) for i in stage.reads}
+    values = {i: torch.rand(graph[i].shape).requires_grad_() for i in segment.globals}
+    crops = {i: torch.rand(graph[i].shape) for i in segment.reads}
     large = 4 * 16 * 384 * 384
-    taken = [large + workspace_bytes(graph, geometry, i) for i in stage.fields if graph[i].nbytes == large]
+    taken = [large + workspace_bytes(graph, geometry, i) for i in segment.fields if graph[i].nbytes == large]
     first, sigmoid = taken
     assert first > large == sigmoid
     with torch.no_grad():
@@ -146,7 +148,7 @@ def test_large_blocks_are_announced_before_they_are_taken():
     told.clear()
     shares = program.run(geometry, crops, values, context)
     assert told == taken
-    torch.autograd.grad(shares[stage.targets(graph)[0]].sum(), list(values.values()), allow_unused=True)
-    last = max(i for i in stage.fields if graph[i].op.startswith("aten.conv"))
+    torch.autograd.grad(shares[segment.targets(graph)[0]].sum(), list(values.values()), allow_unused=True)
+    last = max(i for i in segment.fields if graph[i].op.startswith("aten.conv"))
     weights = 4 * (16 + 1)
     assert told == [*taken, large + weights + workspace_bytes(graph, geometry, last), large]

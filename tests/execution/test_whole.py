@@ -76,7 +76,7 @@ def test_a_step_is_plain_pytorchs(make, dtype):
     model = make().to(dtype)
     plan = steps_of(model, F.mse_loss, *pair(dtype))
     assert plan.whole == "forward and backward"
-    assert (plan.stages, plan.passes, plan.kept, plan.tile_count) == ((), (), (), 1)
+    assert (plan.segments, plan.passes, plan.kept, plan.tile_count) == ((), (), (), 1)
     assert type(plan).from_dict(plan.to_dict()) == plan
     assert "the whole image at once" in str(plan)
 

@@ -94,12 +94,12 @@ def graph_of(model, size=(48, 40), dtype=torch.float64) -> Graph:
 def test_any_size_of_fields_may_be_whole():
     torch.manual_seed(1)
     model = Deep().double().train()
-    stages = []
+    segments = []
     for pixels in areas(graph_of(model)):
         image, target = pair()
-        stages.append(len(agree(copy.deepcopy(model), F.mse_loss, image, target, (16, 13), pixels).stages))
-    assert len(stages) == 2
-    assert stages[1] < stages[0]  # norms inside cost no pass
+        segments.append(len(agree(copy.deepcopy(model), F.mse_loss, image, target, (16, 13), pixels).segments))
+    assert len(segments) == 2
+    assert segments[1] < segments[0]  # norms inside cost no pass
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -155,7 +155,7 @@ def test_a_plan_chooses_it_where_it_is_faster_and_fits():
     found = make_plan(problem_of(graph, between))
     assert found.whole is None
     assert found.whole_pixels == 256 * 256
-    assert len(found.stages) < len(tiled.stages)
+    assert len(found.segments) < len(tiled.segments)
     assert found.predicted_peak_bytes <= between
     assert check(problem_of(graph, between), found) == ()
     assert Plan.from_dict(found.to_dict()) == found

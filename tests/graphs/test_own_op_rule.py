@@ -6,7 +6,7 @@ from torch import nn
 import gigagrad as gg
 from gigagrad.execution.rounding_error import error_gains
 from gigagrad.graphs import Affine, InputSpec, OpRule, Saved, capture, lookup, register, scaled_gains
-from gigagrad.plans import split_stages
+from gigagrad.plans import split_segments
 from tests.exactness.comparison import compare
 
 NAME = "gigagrad_example.doubled.default"
@@ -67,7 +67,7 @@ def test_its_gradient_and_its_costs(monkeypatch):
     monkeypatch.setattr(Doubled, "products", 1e12)
     dear = gg.compile(model, mean, tile=(7, 5)).plan(image, target)
     assert dear.modelled_seconds > cheap.modelled_seconds + 10
-    assert dear.stages[0].tile_peak_bytes >= cheap.stages[0].tile_peak_bytes + 1000 * 30
+    assert dear.segments[0].tile_peak_bytes >= cheap.segments[0].tile_peak_bytes + 1000 * 30
     result = compare(model, mean, image, target, tile=(7, 5))
     assert max(result.loss_error, result.gradient_error) < 1e-12
 
@@ -76,4 +76,4 @@ def test_the_errors_it_passes_on_are_foretold():
     model = nn.Sequential(nn.Conv2d(1, 3, 3), Twice(), nn.Conv2d(3, 1, 3))
     graph = capture(model, None, InputSpec((1, 1, 16, 16), torch.float32, field=True), None)
     first, second = (node.id for node in graph.nodes if "conv2d" in node.op)
-    assert error_gains(graph, split_stages(graph, [first])[1], {first}, {})[second].tolist() == [2, 2, 2]
+    assert error_gains(graph, split_segments(graph, [first])[1], {first}, {})[second].tolist() == [2, 2, 2]

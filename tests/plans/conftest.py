@@ -35,7 +35,7 @@ class UNet(nn.Module):
 
 
 class Gate(nn.Module):
-    """Two stages: a convolution scaled by its own mean."""
+    """Two segments: a convolution scaled by its own mean."""
 
     def __init__(self) -> None:
         super().__init__()

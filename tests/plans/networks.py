@@ -6,7 +6,7 @@ from torch import nn
 
 from gigagrad.devices import Machine
 from gigagrad.graphs import InputSpec, capture
-from gigagrad.plans import MEMORY, Amount, Problem, estimate, make_plan, split_stages
+from gigagrad.plans import MEMORY, Amount, Problem, estimate, make_plan, split_segments
 from gigagrad.plans.cost import Costs
 from gigagrad.plans.cuts import Cuts
 
@@ -58,8 +58,8 @@ def chain_of(graph, backward=True):
     """The chain of cuts as planning sees it."""
     costs = Costs(graph, Machine())
 
-    def seconds(stage):
-        return costs.of(stage, (64, 64), backward=False, roughly=True).forward_seconds
+    def seconds(segment):
+        return costs.of(segment, (64, 64), backward=False, roughly=True).forward_seconds
 
     return Cuts(graph, seconds, backward=backward)
 
@@ -91,7 +91,7 @@ class Planned:
         self.graph = graph_of(Ladder(), size=96)
         self.problem = problem_of(self.graph)
         self.kept = kept_at_best(self.graph)
-        self.stages = split_stages(self.graph, self.kept)
+        self.segments = split_segments(self.graph, self.kept)
 
     def plan(self, tile=(8, 16)):
-        return plan_of(self.graph, tiles=(tile,) * len(self.stages), kept=self.kept)
+        return plan_of(self.graph, tiles=(tile,) * len(self.segments), kept=self.kept)

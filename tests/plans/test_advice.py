@@ -28,7 +28,7 @@ class Curve:
 
     def __init__(self, problem, plan, seconds):
         self.problem, self.plan, self.seconds = problem, plan, seconds
-        self.stage = dataclasses.replace(plan.stages[0], forward_seconds=0.0, backward_seconds=0.0)
+        self.segment = dataclasses.replace(plan.segments[0], forward_seconds=0.0, backward_seconds=0.0)
 
     def __call__(self, problem):
         budget, room = problem.budget_bytes / GIB, problem.rooms.get("disk", 0) / GIB
@@ -36,7 +36,7 @@ class Curve:
             raise AssertionError("room in a tier that is not there")
         return dataclasses.replace(
             self.plan,
-            stages=(self.stage,),
+            segments=(self.segment,),
             steps=(Allocate((Buffer(0, False, "disk", int(GIB * min(room, 8)), (), (), False),)), Tiles(0, "forward")),
             whole_seconds=self.seconds(budget, room),
         )
@@ -45,7 +45,7 @@ class Curve:
         tiers = (*self.problem.tiers, PlannedDiskTier(1)) if rooms else self.problem.tiers
         problem = dataclasses.replace(self.problem, budget_bytes=int(budget * GIB), rooms=rooms or {}, tiers=tiers)
         room = (rooms or {}).get("disk", 0) / GIB
-        now = dataclasses.replace(self.plan, stages=(), steps=(), whole_seconds=self.seconds(budget, room))
+        now = dataclasses.replace(self.plan, segments=(), steps=(), whole_seconds=self.seconds(budget, room))
         curve = [Point(int(at * GIB), int(peak * at * GIB), self.seconds(at, 0), 0, 0) for at in points]
         found = advise(problem, now, curve, self)
         return [(each.tier, each.size_bytes / GIB, each.seconds) for each in found]
@@ -112,7 +112,7 @@ def test_what_does_not_fit_is_no_advice_and_no_fault(planner):
         return curve(problem)
 
     problem = dataclasses.replace(curve.problem, budget_bytes=4 * GIB)
-    now = dataclasses.replace(curve.plan, stages=(), steps=(), whole_seconds=100)
+    now = dataclasses.replace(curve.plan, segments=(), steps=(), whole_seconds=100)
     (found,) = advise(problem, now, (), refusing)
     assert (found.tier, found.size_bytes) == ("disk", 8 * GIB)
 
@@ -163,7 +163,7 @@ def test_the_smallest_budget_works_and_little_less_does_not(unet, gate, norms, p
 
 
 class Stairs:
-    """A planner whose refusals name too little, as those of a plan with many stages do."""
+    """A planner whose refusals name too little, as those of a plan with many segments do."""
 
     def __init__(self, plan, steps):
         self.plan, self.steps, self.calls = plan, steps, 0
@@ -173,7 +173,7 @@ class Stairs:
         refusing = [step for step in self.steps if budget is not None and step > budget]
         if refusing:
             needed = min(refusing)
-            raise BudgetError("stage", budget_bytes=budget, needed_bytes=needed, smallest_bytes=roomy(needed))
+            raise BudgetError("segment", budget_bytes=budget, needed_bytes=needed, smallest_bytes=roomy(needed))
         return dataclasses.replace(self.plan, budget_bytes=budget)
 
 

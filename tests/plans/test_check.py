@@ -13,12 +13,12 @@ from torch import nn
 
 from gigagrad.boxes import Box
 from gigagrad.graphs import SCATTER, InputSpec, capture
-from gigagrad.plans import MEMORY, Amount, Tiles, check, estimate, split_stages
+from gigagrad.plans import MEMORY, Amount, Tiles, check, estimate, split_segments
 from gigagrad.plans.emit import shared_by
 from gigagrad.plans.liveness import held_by_pass
 from gigagrad.plans.plan import amount_of, total
 from gigagrad.plans.program import Allocate, Exchange, Gather, Release, Scalars
-from gigagrad.plans.stages import gathered, is_read
+from gigagrad.plans.segments import gathered, is_read
 from tests.exactness.networks import draw_recipe, make_case
 from tests.plans.networks import plan_of, problem_of
 
@@ -52,9 +52,12 @@ def test_any_plan_of_any_network_is_consistent(recipe, data):
             assert not faults, list(map(str, faults))
             assert len(plan.moments) == len(plan.passes)
             # What buffers hold is what tiles were fitted beside.
-            held, stages = tuple(map(buffer_bytes, plan.moments)), tuple(stage.computes for stage in plan.stages)
+            held, segments = (
+                tuple(map(buffer_bytes, plan.moments)),
+                tuple(segment.computes for segment in plan.segments),
+            )
             tiers = {field.node: field.tier for field in plan.kept}
-            assert list(held) == held_by_pass(problem, stages, plan.passes, tiers, problem.memory)
+            assert list(held) == held_by_pass(problem, segments, plan.passes, tiers, problem.memory)
 
 
 def buffer_bytes(moment):
@@ -67,7 +70,7 @@ def without(amounts, name, nbytes=1):
 
 
 class Normed(nn.Module):
-    """Keeps the fields before its norms; read again behind the gate, the first of them by two stages."""
+    """Keeps the fields before its norms; read again behind the gate, the first of them by two segments."""
 
     def __init__(self):
         super().__init__()
@@ -89,17 +92,17 @@ def normed(graph_of):
 @pytest.fixture(scope="module")
 def sound(normed):
     plan = plan_of(normed, tiles=((8, 9),), budget=2**40)
-    assert len(plan.stages) == 4
+    assert len(plan.segments) == 4
     assert len(plan.passes) == 7
     assert len(plan.kept) == 2
     assert not check(problem_of(normed), plan)
     return plan
 
 
-def with_stage(plan, index, **changes):
-    stages = list(plan.stages)
-    stages[index] = dataclasses.replace(stages[index], **changes)
-    return dataclasses.replace(plan, stages=tuple(stages))
+def with_segment(plan, index, **changes):
+    segments = list(plan.segments)
+    segments[index] = dataclasses.replace(segments[index], **changes)
+    return dataclasses.replace(plan, segments=tuple(segments))
 
 
 def with_steps(plan, *steps):
@@ -109,7 +112,7 @@ def with_steps(plan, *steps):
 def by_pass(plan):
     """The steps of each pass, from what it allocates to what it releases; and what comes last."""
     starts = [i - isinstance(plan.steps[i - 1], Allocate) for i, s in enumerate(plan.steps) if isinstance(s, Tiles)]
-    last = next(i for i, step in enumerate(plan.steps) if isinstance(step, Scalars) and step.stage is None)
+    last = next(i for i, step in enumerate(plan.steps) if isinstance(step, Scalars) and step.segment is None)
     return [plan.steps[a:b] for a, b in pairwise([*starts, last])], plan.steps[last:]
 
 
@@ -154,7 +157,7 @@ def test_passes_in_any_other_order_are_found(normed, sound):
 
 def test_a_cotangent_taken_before_all_its_readers_gave_theirs_is_found(normed, sound):
     passes, end = by_pass(sound)
-    assert [(p.stage, p.phase) for p in sound.passes[-2:]] == [(1, "backward"), (0, "backward")]
+    assert [(p.segment, p.phase) for p in sound.passes[-2:]] == [(1, "backward"), (0, "backward")]
     changed = with_steps(sound, *joined(passes[:-2]), *passes[-1], *passes[-2], *end)
     early = places(changed, Tiles)[-2]
     faults = [fault for fault in check(problem_of(normed), changed) if fault.rule == "cotangents"]
@@ -232,11 +235,11 @@ def test_a_sum_that_is_left_out_is_found(wide):
 @pytest.mark.parametrize("first", [(), (0,), (0, 1), (1, None), (0, 3, 2, None), (0, None, None, 0)])
 def test_parts_that_nobody_or_two_compute_are_found(normed, sound, first):
     for index in places(sound, Tiles):
-        _, count = sound.steps[index].first_parts
+        _, count = sound.steps[index].first_chunks
         assert count > 3
-        step = dataclasses.replace(sound.steps[index], first_parts=tuple(count if p is None else p for p in first))
+        step = dataclasses.replace(sound.steps[index], first_chunks=tuple(count if p is None else p for p in first))
         changed = with_steps(sound, *sound.steps[:index], step, *sound.steps[index + 1 :])
-        assert "parts" in rules(normed, changed)
+        assert "chunks" in rules(normed, changed)
 
 
 def test_a_plan_for_gradients_has_a_backward(normed, sound):
@@ -249,7 +252,7 @@ def test_a_plan_for_gradients_has_a_backward(normed, sound):
 def test_a_forgotten_field_is_found(normed, sound):
     for index in range(len(sound.kept)):
         less = dataclasses.replace(sound, kept=sound.kept[:index] + sound.kept[index + 1 :])
-        assert rules(normed, less) == {"stages"}
+        assert rules(normed, less) == {"segments"}
 
 
 def test_a_field_of_another_graph_is_found(normed, sound):
@@ -281,16 +284,16 @@ def test_a_whole_field_that_is_not_kept_is_found(graph_of):
 @pytest.mark.parametrize("axis", [0, 1])
 @pytest.mark.parametrize("off", [-1, 1])
 def test_a_grid_of_tiles_off_by_one_is_found(normed, sound, axis, off):
-    for index, stage in enumerate(sound.stages):
-        tiles = list(stage.tiles)
+    for index, segment in enumerate(sound.segments):
+        tiles = list(segment.tiles)
         tiles[axis] += off
-        found = rules(normed, with_stage(sound, index, tiles=tuple(tiles)))
+        found = rules(normed, with_segment(sound, index, tiles=tuple(tiles)))
         assert "tiles" in found
         assert ("cover" in found) == (off < 0)
 
 
 def test_another_tile_than_the_grid_was_made_for_is_found(normed, sound):
-    assert "tiles" in rules(normed, with_stage(sound, 1, tile=(4, 4)))
+    assert "tiles" in rules(normed, with_segment(sound, 1, tile=(4, 4)))
 
 
 def test_spans_that_leave_a_hole_are_found(normed, sound, monkeypatch):
@@ -331,7 +334,7 @@ def moved(plan, key, places):
     steps, passes = list(plan.steps), 0
     (index,) = (i for i, step in enumerate(steps) if isinstance(step, Release) and key in step.keys)
     steps[index] = Release(tuple(one for one in steps[index].keys if one != key))
-    ends = [i for i, step in enumerate(steps) if isinstance(step, Scalars) and step.stage is not None]
+    ends = [i for i, step in enumerate(steps) if isinstance(step, Scalars) and step.segment is not None]
     passes = sum(end < index for end in ends) + places
     steps.insert(ends[passes - 1] + 1 if passes else 0, Release((key,)))
     return with_steps(plan, *steps)
@@ -429,25 +432,25 @@ def test_buffers_that_are_said_to_be_smaller_or_elsewhere_are_found(normed, soun
 
 
 def test_bytes_that_do_not_add_up_are_found(normed, sound):
-    for stage in sound.stages:
-        less = without(stage.memory, estimate.TILES)
-        assert rules(normed, with_stage(sound, stage.index, memory=less)) == {"bytes"}
-    assert rules(normed, with_stage(sound, 0, tile_peak_bytes=sound.stages[0].tile_peak_bytes - 1)) == {"bytes"}
+    for segment in sound.segments:
+        less = without(segment.memory, estimate.TILES)
+        assert rules(normed, with_segment(sound, segment.index, memory=less)) == {"bytes"}
+    assert rules(normed, with_segment(sound, 0, tile_peak_bytes=sound.segments[0].tile_peak_bytes - 1)) == {"bytes"}
     assert rules(normed, dataclasses.replace(sound, budget_bytes=sound.predicted_peak_bytes - 1)) == {"budget"}
 
 
-def test_a_stage_that_is_not_there_is_found(normed, sound):
+def test_a_segment_that_is_not_there_is_found(normed, sound):
     for wrong in (Tiles(4, "forward"), Tiles(0, "sideways")):
-        assert rules(normed, with_steps(sound, *sound.steps, wrong)) == {"stages"}
-    computes = sound.stages[2].computes
+        assert rules(normed, with_steps(sound, *sound.steps, wrong)) == {"segments"}
+    computes = sound.segments[2].computes
     for change in ({"fields": computes.fields[1:]}, {"reads": ()}, {"index": 3}, {"globals": computes.globals[1:]}):
-        assert rules(normed, with_stage(sound, 2, computes=dataclasses.replace(computes, **change))) == {"stages"}
+        assert rules(normed, with_segment(sound, 2, computes=dataclasses.replace(computes, **change))) == {"segments"}
 
 
-def test_another_plan_s_stages_are_found(normed, sound):
+def test_another_plan_s_segments_are_found(normed, sound):
     other = plan_of(normed, tiles=((8, 9),), kept=[field.node for field in sound.kept[:1]])
     assert not check(problem_of(normed), other)
-    assert rules(normed, dataclasses.replace(sound, stages=other.stages)) == {"stages"}
+    assert rules(normed, dataclasses.replace(sound, segments=other.segments)) == {"segments"}
     assert rules(normed, dataclasses.replace(sound, steps=other.steps)) - {"ranks"}
 
 
@@ -468,11 +471,11 @@ def test_steps_of_ranks_that_are_changed_are_found(normed, several):
             changed += [{"transfers": (dataclasses.replace(one, size_bytes=one.size_bytes - 1), *others)}]
             changed += [{"transfers": (dataclasses.replace(one, receiver=one.sender), *others)}]
         if isinstance(step, Exchange) and step.sum_bytes:
-            changed += [{"parts": step.parts[::-1]}, {"sum_bytes": tuple(nbytes - 1 for nbytes in step.sum_bytes)}]
+            changed += [{"chunks": step.chunks[::-1]}, {"sum_bytes": tuple(nbytes - 1 for nbytes in step.sum_bytes)}]
         if isinstance(step, Gather):
             changed += [{"share_bytes": tuple(nbytes - 1 for nbytes in step.share_bytes)}]
         if isinstance(step, Tiles):
-            changed += [{"first_parts": (0, step.first_parts[1] + 1, *step.first_parts[2:])}]
+            changed += [{"first_chunks": (0, step.first_chunks[1] + 1, *step.first_chunks[2:])}]
         for each in changed:
             steps = list(several.steps)
             steps[index] = dataclasses.replace(step, **each)
@@ -551,4 +554,4 @@ def test_300_million_parameters_are_planned_and_checked_without_being_there(tigh
     assert not faults, list(map(str, faults))
     assert amount_of(plan.memory_at_peak, estimate.GRADIENTS) > 4 * 300e6
     assert tight == (len(plan.kept) < len(plan_of(graph).kept))
-    assert len(split_stages(graph, [field.node for field in plan.kept])) == len(plan.stages)
+    assert len(split_segments(graph, [field.node for field in plan.kept])) == len(plan.segments)

@@ -10,7 +10,7 @@ from torch import nn
 
 from gigagrad.devices import Machine
 from gigagrad.errors import BudgetError
-from gigagrad.plans import Grid, estimate, make_plan, split_stages
+from gigagrad.plans import Grid, estimate, make_plan, split_segments
 from gigagrad.plans.geometry import lattice
 from gigagrad.plans.plan import amount_of
 from tests.plans.networks import graph_of as colour_graph_of
@@ -38,15 +38,15 @@ def test_a_plan_keeps_to_its_budget_or_names_one_that_works(unet, gate, plan_for
             assert refusal(plan_for, graph, error.smallest_bytes) is None
 
 
-def test_a_refusal_is_of_the_first_stage_that_fails_and_the_next_may_need_more(unet, plan_for):
+def test_a_refusal_is_of_the_first_segment_that_fails_and_the_next_may_need_more(unet, plan_for):
     error = refusal(plan_for, unet, 1)
     assert refusal(plan_for, unet, error.needed_bytes - 1) is not None
     assert refusal(plan_for, unet, error.needed_bytes) is None
 
 
-def test_a_refusal_names_the_stage_the_tile_and_the_numbers(unet, plan_for):
+def test_a_refusal_names_the_segment_the_tile_and_the_numbers(unet, plan_for):
     with pytest.raises(
-        BudgetError, match=r"stage 0 does not fit: its leanest tile, \d+ x \d+ px.*smallest budget"
+        BudgetError, match=r"segment 0 does not fit: its leanest tile, \d+ x \d+ px.*smallest budget"
     ) as caught:
         plan_for(unet, 1000)
     assert "\n" not in str(caught.value)
@@ -64,22 +64,22 @@ def test_more_budget_never_means_smaller_tiles_than_fit(unet, plan_for):
     assert len(areas) >= 2
 
 
-def stages_of(graph, plan):
-    return split_stages(graph, [field.node for field in plan.kept])
+def segments_of(graph, plan):
+    return split_segments(graph, [field.node for field in plan.kept])
 
 
 def test_forced_tiles_are_taken_as_they_are(unet, gate, plan_for):
     assert plan_for(unet, tiles=((7, 300),)).tile == (7, 300)
     plan = plan_for(gate, tiles=((5, 6), (3, 4)))
-    assert [stage.tile for stage in plan.stages] == [(5, 6), (3, 4)]
-    assert [stage.tile for stage in plan_for(gate, tiles=((5, 6),)).stages] == [(5, 6), (5, 6)]
+    assert [segment.tile for segment in plan.segments] == [(5, 6), (3, 4)]
+    assert [segment.tile for segment in plan_for(gate, tiles=((5, 6),)).segments] == [(5, 6), (5, 6)]
 
 
 def test_chosen_tiles_lie_on_the_lattice_or_are_the_whole_field(unet, plan_for):
     for budget in (6 * 2**20, 16 * 2**20, None):
         plan = plan_for(unet, budget)
-        for planned, stage in zip(plan.stages, stages_of(unet, plan), strict=True):
-            step, largest = lattice(unet, stage), max(unet[i].shape[-2:] for i in stage.targets(unet))
+        for planned, segment in zip(plan.segments, segments_of(unet, plan), strict=True):
+            step, largest = lattice(unet, segment), max(unet[i].shape[-2:] for i in segment.targets(unet))
             for axis, whole in enumerate(largest):
                 assert planned.tile[axis] % step[axis] == 0 or planned.tile[axis] == whole
 
@@ -92,8 +92,8 @@ def test_what_the_process_holds_counts(unet, plan_for):
 
 def test_the_plan_describes_its_grid(unet, plan_for):
     plan = plan_for(unet, tiles=((50, 60),))
-    planned, stage = plan.stages[0], stages_of(unet, plan)[0]
-    grid = Grid(unet, stage, (50, 60))
+    planned, segment = plan.segments[0], segments_of(unet, plan)[0]
+    grid = Grid(unet, segment, (50, 60))
     assert planned.tiles == grid.shape
     assert planned.computed_ratio > 1
     image = unet.source("image").id

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from gigagrad.devices import Machine
-from gigagrad.plans import split_stages
+from gigagrad.plans import split_segments
 from gigagrad.plans.cost import Costs, tile_shapes
 from tests.plans.networks import plan_of
 
@@ -46,29 +46,29 @@ def test_what_is_no_field_is_moved_for_every_tile(graph_of):
     """Weights are read, and their gradients added up, once a tile: small tiles of a wide layer take long."""
     wide = nn.Sequential(nn.Conv2d(1, 256, 1), nn.Conv2d(256, 256, 3, padding=1), nn.Conv2d(256, 1, 1))
     graph = graph_of(wide, F.mse_loss, (64, 64))
-    (stage,) = split_stages(graph)
+    (segment,) = split_segments(graph)
     costs = Costs(graph, Machine(seconds_per_operator=0.0, flops_per_second=1e30, cached_bytes_per_second=1e30))
-    sixteen, whole = (costs.of(stage, (side, side), backward=True).backward_seconds for side in (16, 64))
+    sixteen, whole = (costs.of(segment, (side, side), backward=True).backward_seconds for side in (16, 64))
     assert sixteen > 8 * whole
 
 
 def test_calls_are_counted_in_every_tile_of_a_sweep(graph_of):
     """Backward three times: what asks for no gradient is computed again, and not pulled back."""
     graph = graph_of(nn.Conv2d(1, 4, 3, padding=1), F.mse_loss, (64, 64))
-    (stage,) = split_stages(graph)
-    cost = Costs(graph, Machine()).of(stage, (16, 32), backward=True)
-    pulled = sum(graph[i].differentiable for i in stage.fields)
+    (segment,) = split_segments(graph)
+    cost = Costs(graph, Machine()).of(segment, (16, 32), backward=True)
+    pulled = sum(graph[i].differentiable for i in segment.fields)
     assert pulled > 0
-    assert cost.forward_calls == 8 * len(stage.fields)
-    assert cost.backward_calls == 8 * (len(stage.fields) + 2 * pulled)
-    assert Costs(graph, Machine()).of(stage, (16, 32), backward=False).backward_calls == cost.forward_calls
+    assert cost.forward_calls == 8 * len(segment.fields)
+    assert cost.backward_calls == 8 * (len(segment.fields) + 2 * pulled)
+    assert Costs(graph, Machine()).of(segment, (16, 32), backward=False).backward_calls == cost.forward_calls
 
 
 @pytest.mark.parametrize("size", [(64, 100), (331, 517), (1000, 47), (16, 5)])
 def test_tiles_cut_a_field_evenly(graph_of, size):
     graph = graph_of(nn.Conv2d(1, 1, 3, padding=1), F.mse_loss, size)
-    (stage,) = split_stages(graph)
-    shapes = tile_shapes(graph, stage)
+    (segment,) = split_segments(graph)
+    shapes = tile_shapes(graph, segment)
     assert shapes[-1] == size
     for tile in shapes:
         for side, whole in zip(tile, size, strict=True):

@@ -8,9 +8,9 @@ from scipy.optimize import Bounds, LinearConstraint, milp
 from torch import nn
 
 from gigagrad.graphs import GATHER
-from gigagrad.plans import split_stages
+from gigagrad.plans import split_segments
 from gigagrad.plans.cuts import Cuts
-from gigagrad.plans.stages import gathered, is_read, levels
+from gigagrad.plans.segments import gathered, is_read, levels
 from tests.plans.networks import Ladder, chain_of, graph_of, kept_at_best, residual
 
 
@@ -52,7 +52,7 @@ def test_what_whole_field_operators_read_is_always_kept():
     graph = graph_of(Turned())
     (gather,) = (node for node in graph.nodes if node.op == GATHER)
     assert kept_at_best(graph) == sorted(gather.operands)
-    assert split_stages(graph)[0].kept == gather.operands
+    assert split_segments(graph)[0].kept == gather.operands
 
 
 def test_a_deep_local_network_is_cut_where_that_is_cheaper_than_a_halo():
@@ -89,8 +89,8 @@ class Exact:
         node = self.graph[field]
         return node.nbytes * (20.0 if "conv" in node.op else 1.0)
 
-    def stage_seconds(self, stage):
-        return sum(self.cost(i) for i in stage.fields)
+    def segment_seconds(self, segment):
+        return sum(self.cost(i) for i in segment.fields)
 
     def seconds(self, memory_bytes):
         """The least time in this memory; the last sweep also goes back, all others run once and go back once."""
@@ -145,8 +145,8 @@ def straight(norms):
 def test_the_chain_is_solved_as_well_as_by_an_integer_program(model, most):
     """On chains the same time for the same memory; with skips, which a cut keeps as a whole, at most a little more."""
     graph = graph_of(model, size=64)
-    exact = Exact(graph, Cuts(graph, lambda stage: 0.0, backward=True).candidates)
-    found = Cuts(graph, exact.stage_seconds, backward=True).selections()
+    exact = Exact(graph, Cuts(graph, lambda segment: 0.0, backward=True).candidates)
+    found = Cuts(graph, exact.segment_seconds, backward=True).selections()
     ratios = [selection.seconds / exact.seconds(selection.nbytes) for selection in found]
     assert len(ratios) > 3
     assert all(0.999 < ratio < most + 0.001 for ratio in ratios), ratios

@@ -4,13 +4,13 @@ import dataclasses
 
 import pytest
 
-from gigagrad.plans import Amount, KeptField, Plan, Stage, StagePlan, Tiles, WholeField, estimate
+from gigagrad.plans import Amount, KeptField, Plan, Segment, SegmentPlan, Tiles, WholeField, estimate
 from gigagrad.plans.description import Table, describe
 from gigagrad.plans.program import Allocate, Buffer
 
 MIB = 2**20
-STAGE = StagePlan(
-    computes=Stage(0, (50,), (40, 41), None, tuple(range(20, 43)), (0,), (1, 2)),
+SEGMENT = SegmentPlan(
+    computes=Segment(0, (50,), (40, 41), None, tuple(range(20, 43)), (0,), (1, 2)),
     tile=(640, 512),
     tiles=(25, 125),
     crop=(760, 632),
@@ -27,7 +27,7 @@ PLAN = Plan(
     memory_format="channels_last",
     workers=1,
     threads=2,
-    stages=(STAGE,),
+    segments=(SEGMENT,),
     steps=(Tiles(0, "one pass"),),
     kept=(),
     whole_field=(),
@@ -55,14 +55,14 @@ def test_all_that_is_known_of_a_plan_is_said():
     assert dict(description.facts) == {
         "image": "16000 x 64000 px (1.02 Gpx), channels: 3",
         "runs": "on cpu, channels last, one tile at a time",
-        "passes over stages": "one pass 0",
+        "passes over segments": "one pass 0",
         "predicted peak": "690 MiB (no budget set)",
         "predicted time": "about 32.4 s a step (from tiles that were timed)",
     }
-    stages, kept, memory = description.tables
-    assert cells(stages) == [
+    segments, kept, memory = description.tables
+    assert cells(segments) == [
         {
-            "stage": "0",
+            "segment": "0",
             "sweeps": "one pass",
             "tiles": "25 x 125",
             "tile px": "640 x 512",
@@ -80,10 +80,10 @@ def test_all_that_is_known_of_a_plan_is_said():
         }
     ]
     assert (
-        stages.note
-        == "Most of the time: stage 0 one pass 100 %; on average tiles read 1.12 times the pixels they are for."
+        segments.note
+        == "Most of the time: segment 0 one pass 100 %; on average tiles read 1.12 times the pixels they are for."
     )
-    assert kept == Table("Fields kept between stages: none (each stage computes from the image)")
+    assert kept == Table("Fields kept between segments: none (each segment computes from the image)")
     assert memory.rows[0] == ("process before the run", "400 MiB")
     assert len(memory.rows) == len(memory.bars) == len(PLAN.memory_parts())
     assert memory.bars[0] == 1.0
@@ -112,24 +112,28 @@ def test_other_tiers_whole_fields_and_predictions():
 
 def test_passes_are_told_as_runs():
     order = [(i, "forward") for i in range(3)] + [(2, "one pass"), (1, "backward"), (0, "backward")]
-    stages = tuple(dataclasses.replace(STAGE, computes=dataclasses.replace(STAGE.computes, index=i)) for i in range(3))
-    description = changed(stages=stages, steps=tuple(Tiles(*one) for one in order), timed_seconds=(1.0,) * len(order))
-    assert dict(description.facts)["passes over stages"] == "forward 0 to 2, one pass 2, backward 1 to 0"
+    segments = tuple(
+        dataclasses.replace(SEGMENT, computes=dataclasses.replace(SEGMENT.computes, index=i)) for i in range(3)
+    )
+    description = changed(
+        segments=segments, steps=tuple(Tiles(*one) for one in order), timed_seconds=(1.0,) * len(order)
+    )
+    assert dict(description.facts)["passes over segments"] == "forward 0 to 2, one pass 2, backward 1 to 0"
     assert [row["sweeps"] for row in cells(description.tables[0])] == ["both", "both", "both"]
 
 
 def test_of_many_kept_fields_the_largest_are_shown():
     kept = tuple(KeptField(i, "disk", f"op{i}", "", (1, 3, 5, 7), i * MIB, "float16") for i in range(40))
     table = changed(kept=kept).tables[1]
-    assert table.title == "Fields kept between stages: 40, 780 MiB in all"
+    assert table.title == "Fields kept between segments: 40, 780 MiB in all"
     assert [row["operator"] for row in cells(table)] == [f"op{i}" for i in range(39, 27, -1)]
     assert table.rows[0] == ("39 MiB", "disk", "float16", "op39", "1 x 3 x 5 x 7", "the loss", "39")
     assert table.note == "and 28 smaller ones"
 
 
-def test_a_plan_without_stages_or_time():
-    description = changed(stages=(), steps=(), timed_seconds=None)
-    assert dict(description.facts)["passes over stages"] == "none"
+def test_a_plan_without_segments_or_time():
+    description = changed(segments=(), steps=(), timed_seconds=None)
+    assert dict(description.facts)["passes over segments"] == "none"
     assert description.tables[0].rows == ()
     assert str(description).startswith("Prediction as planned\n\nimage ")
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from gigagrad.boxes import Box
-from gigagrad.plans import Tiles, split_stages
+from gigagrad.plans import Tiles, split_segments
 from gigagrad.plans.emit import near, shared_by
 from gigagrad.plans.partition import Partition, late_gradients
 from gigagrad.plans.program import Exchange, Gather, message_memory, messages
@@ -43,16 +43,16 @@ def test_fields_travel_between_all_pairs_that_have_something_in_common(ladder, t
     graph, pairs = ladder.graph, [(a, b) for a in range(count) for b in range(count) if a != b]
     assert len(exchanged(plan)) == len(plan.passes)
     for step, ending in exchanged(plan):
-        stage, expected = ladder.stages[step.stage], np.zeros((count, count), np.int64)
+        segment, expected = ladder.segments[step.segment], np.zeros((count, count), np.int64)
         if step.phase == "forward":
-            for i in stage.kept:
+            for i in segment.kept:
                 for pair in pairs:
                     expected[pair] += graph[i].bytes_per_pixel * sum(box.area for box in partition.halo(i, *pair))
         else:
-            for i in (i for i in stage.reads if graph[i].differentiable and not graph[i].is_source):
+            for i in (i for i in segment.reads if graph[i].differentiable and not graph[i].is_source):
                 for pair in pairs:
-                    boxes = [*partition.sums(stage.index, i, *pair)]
-                    boxes += [box for _, box in partition.overlaps(stage.index, i, *pair)]
+                    boxes = [*partition.sums(segment.index, i, *pair)]
+                    boxes += [box for _, box in partition.overlaps(segment.index, i, *pair)]
                     expected[pair] += graph[i].bytes_per_pixel * sum(box.area for box in boxes)
         assert (ending[0][0] == expected).all()
         assert not any(fields.any() for fields, _ in ending[1:])
@@ -61,7 +61,7 @@ def test_fields_travel_between_all_pairs_that_have_something_in_common(ladder, t
 @settings(max_examples=5, deadline=None)
 @given(st.tuples(st.integers(9, 60), st.integers(9, 60)), st.integers(1, 6))
 def test_a_rank_sends_what_it_has_and_adds_up_its_own_strips(ladder, tile, count):
-    """Boxes of a receiver do not overlap, but for cotangents of several parts, which come in their order."""
+    """Boxes of a receiver do not overlap, but for cotangents of several chunks, which come in their order."""
     plan = shared_by(ladder.problem, ladder.plan(tile), count)
     partition = Partition(ladder.graph, plan, count)
     tiles = None
@@ -69,20 +69,20 @@ def test_a_rank_sends_what_it_has_and_adds_up_its_own_strips(ladder, tile, count
         if isinstance(step, Tiles):
             tiles = step
         for one in step.transfers if isinstance(step, Exchange) else ():
-            assert one.part is None or one.part in tiles.own(one.sender)
+            assert one.chunk is None or one.chunk in tiles.own(one.sender)
             assert one.size_bytes == ladder.graph[one.node].bytes_per_pixel * one.box.area
             if tiles.phase == "forward":
                 assert any(one.box.within(box) for box in partition.written(one.node, one.sender))
                 assert any(one.box.within(box) for box in partition.held(one.node, one.receiver))
-            assert one.sender != one.receiver or one.part is not None
+            assert one.sender != one.receiver or one.chunk is not None
         if isinstance(step, Exchange):
             by_pair = groupby(
                 sorted(step.transfers, key=lambda one: (one.node, one.sender, one.receiver)),
                 lambda one: (one.node, one.sender, one.receiver),
             )
             for _, some in by_pair:
-                parts = [one.part for one in some if one.part is not None]
-                assert parts == sorted(parts)
+                chunks = [one.chunk for one in some if one.chunk is not None]
+                assert chunks == sorted(chunks)
 
 
 def test_every_rank_exchanges_even_where_it_has_nothing_to_send(ladder):
@@ -113,7 +113,7 @@ def test_gradients_are_put_together_a_few_at_a_time():
     layers = [nn.Conv2d(a, b, 1) for a, b in zip([3, *widths], [*widths, 1], strict=True)]
     graph = graph_of(nn.Sequential(*layers), size=8)
     plan = plan_of(graph, tiles=((8, 8),) * 9)
-    groups = late_gradients(graph, split_stages(graph, [field.node for field in plan.kept]))
+    groups = late_gradients(graph, split_segments(graph, [field.node for field in plan.kept]))
     assert len(groups) > 1
     assert sorted(i for some in groups for i in some) == [n.id for n in graph.nodes if n.op == "parameter"]
     assert all(len(some) == 1 or sum(graph[i].nbytes for i in some) <= 2**24 for some in groups)

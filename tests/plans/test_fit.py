@@ -15,11 +15,11 @@ from gigagrad.devices import Machine
 from gigagrad.errors import BudgetError
 from gigagrad.plans import Grid, estimate, make_plan
 from gigagrad.plans.cost import Costs
-from gigagrad.plans.estimate import StageTiles, TileChoice
+from gigagrad.plans.estimate import SegmentTiles, TileChoice
 from gigagrad.plans.fit import _fastest_within
 from gigagrad.plans.memory import compiled_convolutions
 from gigagrad.plans.plan import amount_of
-from gigagrad.plans.stages import split_stages
+from gigagrad.plans.segments import split_segments
 from gigagrad.stores import DiskTier, HostTier, MemoryTier
 from gigagrad.stores.disk import Bricks
 from tests.plans.networks import MIB, Ladder, graph_of, kept_at_best, plan_of, problem_of, residual
@@ -35,8 +35,8 @@ def plan(graph, tile, **more):
 
 
 def compiled_to(graph, made):
-    stages = split_stages(graph, [field.node for field in made.kept])
-    grids = [Grid(graph, stage, made.stages[stage.index].tile) for stage in stages]
+    segments = split_segments(graph, [field.node for field in made.kept])
+    grids = [Grid(graph, segment, made.segments[segment.index].tile) for segment in segments]
     return sum(compiled_convolutions(grid, backward=True) for grid in grids)
 
 
@@ -59,7 +59,7 @@ def test_freed_blocks_stay_as_far_as_tiles_use_them_and_the_budget_has_room(tile
     graph = graph_of(nn.Conv2d(3, 8, 3, padding=1), size=1024)
     free = plan(graph, tile)
     held = amount_of(free.memory_at_peak, estimate.ALLOCATOR_CACHE)
-    tiles = max(amount_of(stage.memory, estimate.TILES) for stage in free.stages)
+    tiles = max(amount_of(segment.memory, estimate.TILES) for segment in free.segments)
     assert held == min(max(64 * MIB, 2 * tiles), 160 * MIB)
     without = free.predicted_peak_bytes - held - amount_of(free.memory_at_peak, estimate.WEIGHTS)
     for room in (0, 5 * MIB, held + MIB):
@@ -78,8 +78,8 @@ def test_where_freed_blocks_may_not_stay_new_pages_take_time():
     none, half, all_ = (plan(graph, (256, 256), budget=budget).modelled_seconds for budget in budgets)
     assert all_ == free.modelled_seconds
     assert none - all_ == pytest.approx(2 * (half - all_))
-    new = sum(stage.tile_count * stage.tile_peak_bytes for stage in free.stages for p in free.passes)
-    assert len(free.stages) == 1
+    new = sum(segment.tile_count * segment.tile_peak_bytes for segment in free.segments for p in free.passes)
+    assert len(free.segments) == 1
     assert none - all_ == pytest.approx(0.4 * problem_of(graph).machine.page_seconds(new))
 
 
@@ -110,20 +110,20 @@ def test_no_more_crops_are_read_ahead_than_there_are_tiles():
     assert waiting(128, 1024) == 2 * (130 * 1024 * 3 * 4 + 128 * 1024 * 4)
 
 
-def test_blocks_that_freed_memory_does_not_serve_are_told_stage_by_stage():
+def test_blocks_that_freed_memory_does_not_serve_are_told_segment_by_segment():
     """Contributions to large weights, and large crops that wait."""
     graph = graph_of(
         nn.Sequential(
             nn.Conv2d(3, 512, 1), nn.Conv2d(512, 512, 3, padding=1), nn.BatchNorm2d(512), nn.Conv2d(512, 1, 1)
         )
     )
-    beside = {side: plan_of(graph, tiles=((side, side),)).stages for side in (16, 128)}
+    beside = {side: plan_of(graph, tiles=((side, side),)).segments for side in (16, 128)}
     weights = 512 * 512 * 9 * 4
-    assert [stage.beside_bytes for stage in beside[16]] == [weights, 0]
+    assert [segment.beside_bytes for segment in beside[16]] == [weights, 0]
     waiting = beside[128][1].beside_bytes
     assert waiting > 2 * 128 * 128 * 512 * 4  # two crops of the field before the norm, and their cotangents
     light = graph_of(residual(3))
-    assert {stage.beside_bytes for stage in plan_of(light, tiles=((64, 64),)).stages} == {0}
+    assert {segment.beside_bytes for segment in plan_of(light, tiles=((64, 64),)).segments} == {0}
 
 
 @pytest.mark.parametrize(
@@ -133,10 +133,10 @@ def test_very_many_tiles_side_by_side_have_room_for_the_worst_of_their_orders(ti
     """In the prediction, and kept free between tiles: what is freed does not serve there."""
     graph = graph_of(nn.Conv2d(3, 4, 3, padding=1), size=1024)
     made = plan(graph, (tile, tile), machine=Machine(threads=threads))
-    (stage,) = made.stages
+    (segment,) = made.segments
     assert made.workers == threads
-    tiles = made.workers * stage.tile_peak_bytes
-    assert stage.beside_bytes == pytest.approx(0.05 * doublings * tiles, abs=1)
+    tiles = made.workers * segment.tile_peak_bytes
+    assert segment.beside_bytes == pytest.approx(0.05 * doublings * tiles, abs=1)
     assert amount_of(made.memory_at_peak, estimate.FRAGMENTATION) == pytest.approx(
         (0.5 + 0.05 * doublings) * tiles, abs=2
     )
@@ -146,21 +146,23 @@ def test_kept_shares_lie_beside_the_tiles_that_compute_them_again():
     graph = graph_of(residual(3))
     kept = kept_at_best(graph)
     alone = plan_of(graph, tiles=((10**4, 10**4),), kept=kept)
-    assert all(stage.tile_count == 1 for stage in alone.stages)
-    waiting = [amount_of(stage.memory, estimate.WAITING) for stage in alone.stages]
-    assert waiting == [sum(graph[i].nbytes for i in stage.kept) for stage in split_stages(graph, kept)]
+    assert all(segment.tile_count == 1 for segment in alone.segments)
+    waiting = [amount_of(segment.memory, estimate.WAITING) for segment in alone.segments]
+    assert waiting == [sum(graph[i].nbytes for i in segment.kept) for segment in split_segments(graph, kept)]
 
 
 def test_bricks_on_their_way_to_files_are_counted():
     """Rows of them, beside the crops that wait."""
     graph = graph_of(residual(3))
     kept = kept_at_best(graph)
-    stage = split_stages(graph, kept)[2]
-    cost = Costs(graph, Machine()).of(stage, (64, 64), backward=True)
+    segment = split_segments(graph, kept)[2]
+    cost = Costs(graph, Machine()).of(segment, (64, 64), backward=True)
     problem = problem_of(graph, tiers=(MemoryTier(), HostTier(), DiskTier(Path())))
-    estimates = [StageTiles(problem, stage, 1, dict.fromkeys(kept, tier), (0, 0), True) for tier in ("disk", "host")]
+    estimates = [
+        SegmentTiles(problem, segment, 1, dict.fromkeys(kept, tier), (0, 0), True) for tier in ("disk", "host")
+    ]
     in_files, elsewhere = (amount_of(one.amounts(cost), estimate.WAITING) for one in estimates)
-    fields = [graph[i] for i in (*stage.reads, *stage.kept) if i in kept]
+    fields = [graph[i] for i in (*segment.reads, *segment.kept) if i in kept]
     rows = [
         Bricks(field.size(0), field.size(1), field.bytes_per_pixel).row_bytes(cost.crops[field.id][1])
         for field in fields
@@ -172,14 +174,14 @@ def test_bricks_on_their_way_to_files_are_counted():
 def test_files_cost_processors_beside_tiles_and_a_slow_disk_hides_both(phase):
     graph, threads = graph_of(residual(3)), 2
     kept = kept_at_best(graph)
-    stage = split_stages(graph, kept)[2]
+    segment = split_segments(graph, kept)[2]
 
     def seconds(tier, **rates):
         machine = Machine(threads=threads, **rates)
         tiers = MemoryTier(), DiskTier(Path())
         problem = problem_of(graph, machine=machine, tiers=tiers, rooms={"disk": 2**40})
         made = make_plan(problem, tiles=((64, 64),), kept=dict.fromkeys(kept, tier))
-        return getattr(made.stages[stage.index], f"{phase}_seconds")
+        return getattr(made.segments[segment.index], f"{phase}_seconds")
 
     in_memory = seconds("memory")
     fast = {"disk_write_bytes_per_second": 1e15, "disk_read_bytes_per_second": 1e15}

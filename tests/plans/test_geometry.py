@@ -9,14 +9,14 @@ from torch import nn
 
 from gigagrad.boxes import Box, Span
 from gigagrad.graphs import Call, lookup
-from gigagrad.plans import Grid, split_stages
+from gigagrad.plans import Grid, split_segments
 from gigagrad.plans.geometry import lattice, remembered_steps
 
 sides = st.tuples(st.integers(1, 200), st.integers(1, 200))
 
 
 def grids(graph, tile):
-    return [Grid(graph, stage, tile) for stage in split_stages(graph)]
+    return [Grid(graph, segment, tile) for segment in split_segments(graph)]
 
 
 @given(sides)
@@ -34,7 +34,7 @@ def test_what_a_tile_computes_covers_what_its_operators_read(unet, gate, tile, d
     for graph in (unet, gate):
         for grid in grids(graph, tile):
             geometry = grid[data.draw(st.integers(0, len(grid) - 1))]
-            for field in grid.stage.fields:
+            for field in grid.segment.fields:
                 if geometry.box(field) is None:
                     continue
                 _, operands = geometry.site(field)
@@ -71,8 +71,8 @@ def mixed(graph_of):
 def test_remembered_needs_are_the_rows_own(unet, gate, mixed, tile, data):
     for graph in (unet, gate, mixed):
         steps = remembered_steps(graph)
-        for stage in split_stages(graph):
-            direct, remembering = Grid(graph, stage, tile), Grid(graph, stage, tile, steps)
+        for segment in split_segments(graph):
+            direct, remembering = Grid(graph, segment, tile), Grid(graph, segment, tile, steps)
             for axis in (0, 1):
                 for _ in range(3):
                     index = data.draw(st.integers(0, direct.shape[axis] - 1))
@@ -149,8 +149,8 @@ def test_a_halo_is_as_wide_as_the_network_looks(graph_of):
 
 def test_lattice_is_the_coarsest_stride(graph_of, models, gate):
     unet = graph_of(models.UNet(), F.binary_cross_entropy_with_logits, (16000, 63999))
-    assert lattice(unet, split_stages(unet)[0]) == (40, 40)
-    assert lattice(gate, split_stages(gate)[1]) == (1, 1)
+    assert lattice(unet, split_segments(unet)[0]) == (40, 40)
+    assert lattice(gate, split_segments(gate)[1]) == (1, 1)
 
 
 def test_a_tile_that_sees_one_part_of_a_join_reads_only_that(graph_of):
@@ -160,7 +160,7 @@ def test_a_tile_that_sees_one_part_of_a_join_reads_only_that(graph_of):
 
     graph = graph_of(Joined(), None, (10, 8))
     (grid,) = grids(graph, (10, 8))
-    operators = {graph[i].op: i for i in grid.stage.fields}
+    operators = {graph[i].op: i for i in grid.segment.fields}
     first, second = grid[0], grid[1]
     assert first.box(operators["aten.cos.default"]) is None
     assert second.box(operators["aten.sin.default"]) is None

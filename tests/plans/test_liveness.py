@@ -10,9 +10,9 @@ from torch import nn
 
 from gigagrad.allowances import whole_pages
 from gigagrad.errors import BudgetError
-from gigagrad.plans import estimate, lifetimes, split_stages
+from gigagrad.plans import estimate, lifetimes, split_segments
 from gigagrad.plans.liveness import held_by_pass
-from gigagrad.plans.stages import make_passes
+from gigagrad.plans.segments import make_passes
 from gigagrad.stores import DiskTier, MemoryTier
 from gigagrad.stores.disk import Bricks
 from tests.plans.networks import MIB, graph_of, kept_at_best, plan_of, problem_of, residual
@@ -22,26 +22,26 @@ from tests.plans.networks import MIB, graph_of, kept_at_best, plan_of, problem_o
 def test_kept_fields_are_in_memory_whenever_they_are_read(share):
     graph = graph_of(residual(3))
     kept = kept_at_best(graph)[:: share + 1] if share < 3 else []
-    stages = split_stages(graph, kept)
-    passes = make_passes(graph, stages, backward=True)
-    lives = lifetimes(graph, stages, passes)
+    segments = split_segments(graph, kept)
+    passes = make_passes(graph, segments, backward=True)
+    lives = lifetimes(graph, segments, passes)
     values, cotangents = (
         {i: when for (i, of), when in lives.items() if of == cotangent} for cotangent in (False, True)
     )
     assert set(values) == set(kept) == set(cotangents)
     for index, step in enumerate(passes):
-        stage = stages[step.stage]
-        for field in stage.reads:
+        segment = segments[step.segment]
+        for field in segment.reads:
             if field in values:
                 assert index in values[field][1:]
                 assert step.phase == "forward" or index in cotangents[field][:-1]
-        for field in stage.kept:
+        for field in segment.kept:
             assert index in values[field]
             assert step.phase == "forward" or cotangents[field][-1] == index
     problem = problem_of(graph, tiers=(MemoryTier(), DiskTier(Path())))
     tiers = dict(zip(kept, cycle(["memory", "disk"]), strict=False))
     for tier in problem.tiers:
-        held = held_by_pass(problem, stages, passes, tiers, tier)
+        held = held_by_pass(problem, segments, passes, tiers, tier)
         assert len(held) == len(passes)
         fields = [graph[i] for i in kept if tiers[i] == tier.name]
         sizes = [_file_bytes(field) if tier.name == "disk" else whole_pages(field.nbytes) for field in fields]

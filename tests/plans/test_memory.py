@@ -19,7 +19,7 @@ from gigagrad.devices import device_for
 from gigagrad.execution.scalars import ScalarGraph
 from gigagrad.execution.tile_program import TilePrograms
 from gigagrad.graphs import GATHER, InputSpec, capture
-from gigagrad.plans import Grid, split_stages
+from gigagrad.plans import Grid, split_segments
 from gigagrad.plans.memory import (
     _cast_bytes,
     compiled_convolutions,
@@ -63,16 +63,16 @@ class AliveBytes(TorchDispatchMode):
         return result
 
 
-def measured_peak(graph, stage, tile, *, backward: bool) -> int:
+def measured_peak(graph, segment, tile, *, backward: bool) -> int:
     """Runs one tile as the engine does and returns the peak bytes of its tensors, parameters not counted."""
-    program = TilePrograms(graph, torch.device("cpu")).of(stage).at(tile)
+    program = TilePrograms(graph, torch.device("cpu")).of(segment).at(tile)
     boundary = {
         i: torch.rand(graph[i].shape, dtype=graph[i].dtype).requires_grad_(backward and graph[i].differentiable)
-        for i in stage.globals
+        for i in segment.globals
     }
     with AliveBytes() as alive:
         crops = {}
-        for i in stage.reads:
+        for i in segment.reads:
             if (box := tile.box(i)) is not None:
                 crops[i] = torch.rand((*graph[i].shape[:-2], *box.shape)).to(graph[i].dtype)
         with torch.set_grad_enabled(backward):
@@ -145,11 +145,11 @@ def graphs(graph_of, models):
 @settings(max_examples=6)
 def test_predicted_bytes_are_enough(graphs, name, tile, backward):
     graph = graphs(name)
-    for stage in split_stages(graph):
-        grid = Grid(graph, stage, tile)
-        predicted = tile_peak_bytes(graph, stage, worst_tile(grid), backward=backward)
+    for segment in split_segments(graph):
+        grid = Grid(graph, segment, tile)
+        predicted = tile_peak_bytes(graph, segment, worst_tile(grid), backward=backward)
         for tile_id in {0, len(grid) // 2, len(grid) - 1}:
-            assert measured_peak(graph, stage, grid[tile_id], backward=backward) <= predicted + SMALL
+            assert measured_peak(graph, segment, grid[tile_id], backward=backward) <= predicted + SMALL
 
 
 class Then(nn.Module):
@@ -194,11 +194,11 @@ def test_operators_with_intermediate_results(graph_of, name):
     """Those whose formulas allocate more than their result and what they save."""
     function, loss = OPERATORS[name]
     graph = graph_of(Then(function), loss, (60, 75))
-    (stage,) = split_stages(graph)
-    tile = worst_tile(Grid(graph, stage, (400, 400)))
+    (segment,) = split_segments(graph)
+    tile = worst_tile(Grid(graph, segment, (400, 400)))
     for backward in (True, False):
-        predicted = tile_peak_bytes(graph, stage, tile, backward=backward)
-        assert measured_peak(graph, stage, tile, backward=backward) <= predicted + SMALL
+        predicted = tile_peak_bytes(graph, segment, tile, backward=backward)
+        assert measured_peak(graph, segment, tile, backward=backward) <= predicted + SMALL
 
 
 @pytest.mark.slow
@@ -206,16 +206,16 @@ def test_operators_with_intermediate_results(graph_of, name):
 def test_predicted_bytes_are_not_far_too_many(graphs, name):
     """Else the budget would be left unused: PyTorch's own workspaces are the reason for any difference."""
     graph = graphs(name)
-    (stage,) = split_stages(graph)
-    tile = worst_tile(Grid(graph, stage, (120, 150)))
-    measured = measured_peak(graph, stage, tile, backward=True)
-    assert tile_peak_bytes(graph, stage, tile, backward=True) <= 1.6 * measured
+    (segment,) = split_segments(graph)
+    tile = worst_tile(Grid(graph, segment, (120, 150)))
+    measured = measured_peak(graph, segment, tile, backward=True)
+    assert tile_peak_bytes(graph, segment, tile, backward=True) <= 1.6 * measured
 
 
 def test_the_worst_tile_has_the_largest_crop(graphs):
     graph = graphs("residual")
-    (stage,) = split_stages(graph)
-    grid = Grid(graph, stage, (30, 40))
+    (segment,) = split_segments(graph)
+    grid = Grid(graph, segment, (30, 40))
     image = graph.source("image").id
     largest = max(grid[i].box(image).area for i in range(len(grid)))
     assert worst_tile(grid).box(image).area == largest
@@ -271,12 +271,12 @@ def test_whole_fields_take_what_was_predicted(graph_of, backward):
 @pytest.mark.slow
 @pytest.mark.parametrize("precision", [None, torch.bfloat16])
 def test_cotangents_of_weights_that_were_cast_wait_for_one_another(precision):
-    """Those of whole-field operators; those of convolutions arrive stage by stage."""
+    """Those of whole-field operators; those of convolutions arrive segment by segment."""
     image = InputSpec((1, 1, 64, 96), torch.float32, field=True)
     model = Attention()
     graph = capture(model, lambda y, t: (y.float() - t).mean(), image, image, precision)
-    parts = nn.ModuleList((model.qkv, model.mlp)), model.head
-    block, head = (sum(parameter.numel() for parameter in part.parameters()) for part in parts)
+    chunks = nn.ModuleList((model.qkv, model.mlp)), model.head
+    block, head = (sum(parameter.numel() for parameter in chunk.parameters()) for chunk in chunks)
     assert _cast_bytes(graph) == (2 * (8 * block + head) if precision else 0)  # the block is cast at every use
 
 
@@ -308,15 +308,15 @@ class ConvolutionShapes(TorchDispatchMode):
 @settings(max_examples=6)
 def test_every_convolution_is_compiled_for_every_shape_of_its_crop(graphs, name, tile):
     graph = graphs(name)
-    for stage in split_stages(graph):
-        grid = Grid(graph, stage, tile)
+    for segment in split_segments(graph):
+        grid = Grid(graph, segment, tile)
         assert max(grid.shape) <= 24  # more are sampled
-        programs = TilePrograms(graph, torch.device("cpu")).of(stage)
-        boundary = {i: torch.rand(graph[i].shape, dtype=graph[i].dtype) for i in stage.globals}
+        programs = TilePrograms(graph, torch.device("cpu")).of(segment)
+        boundary = {i: torch.rand(graph[i].shape, dtype=graph[i].dtype) for i in segment.globals}
         with ConvolutionShapes() as shapes, torch.no_grad():
             for index in range(len(grid)):
                 crops = {}
-                for i in stage.reads:
+                for i in segment.reads:
                     if (box := grid[index].box(i)) is not None:
                         crops[i] = torch.zeros((*graph[i].shape[:-2], *box.shape), dtype=graph[i].dtype)
                 programs.at(grid[index]).run(grid[index], crops, boundary)

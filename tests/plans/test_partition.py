@@ -9,15 +9,15 @@ from hypothesis import strategies as st
 from torch import nn
 
 from gigagrad.boxes import Box
-from gigagrad.plans import split_stages
+from gigagrad.plans import split_segments
+from gigagrad.plans.chunks import ReductionTree, joined
 from gigagrad.plans.partition import Partition
-from gigagrad.plans.parts import ReductionTree, joined
 
 HEIGHT, WIDTH = 47, 31
 
 
 class Chain(nn.Module):
-    """Two kept fields, and a skip: the first one is read by two later stages."""
+    """Two kept fields, and a skip: the first one is read by two later segments."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -33,11 +33,11 @@ class Chain(nn.Module):
 def partition_of(graph_of, plan_for):
     graph = graph_of(Chain(), lambda o, t: (o - t).square().mean(), (HEIGHT, WIDTH))
     kept = [node.id for node in graph.nodes if node.is_field and "conv" in node.op][:2]
-    stages = split_stages(graph, kept)
+    segments = split_segments(graph, kept)
 
     def make(tiles, count):
         plan = plan_for(graph, tiles=tuple(tiles), kept=dict.fromkeys(kept, "memory"))
-        return Partition(graph, plan, count), stages, kept
+        return Partition(graph, plan, count), segments, kept
 
     return make
 
@@ -55,7 +55,7 @@ counts = st.integers(1, 9)
 
 @given(tiles, counts)
 def test_ranks_write_every_pixel_once_and_hold_what_they_read(partition_of, tiles, count):
-    partition, stages, kept = partition_of(tiles, count)
+    partition, segments, kept = partition_of(tiles, count)
     for field in kept:
         assert (sum(painted(partition.written(field, rank)) for rank in range(count)) == 1).all()
         for rank in range(count):
@@ -65,30 +65,30 @@ def test_ranks_write_every_pixel_once_and_hold_what_they_read(partition_of, tile
             assert missing.min() >= 0
             came = sum(painted(partition.halo(field, sender, rank)) for sender in range(count) if sender != rank)
             assert (missing == came).all()
-            for stage in stages:
-                if field in stage.reads:
-                    parts = partition.parts(stage.index)
-                    for part in partition.own(stage.index, rank):
-                        for position in parts.tiles(part):
-                            box = parts.tile(position).box(field)
+            for segment in segments:
+                if field in segment.reads:
+                    chunks = partition.chunks(segment.index)
+                    for chunk in partition.own(segment.index, rank):
+                        for position in chunks.tiles(chunk):
+                            box = chunks.tile(position).box(field)
                             assert box is None or painted([box])[held == 0].sum() == 0
 
 
 @given(tiles, counts)
 def test_cotangents_reach_whoever_wants_them_next(partition_of, tiles, count):
-    """Pixel by pixel: the rank that is the first to reach it adds up its tiles, then parts of later ranks follow."""
+    """Pixel by pixel: the rank that is the first to reach it adds up its tiles, then chunks of later ranks follow."""
     partition, _, kept = partition_of(tiles, count)
     for field in kept:
         for index in partition.adding(field):
-            parts = partition.parts(index)
+            chunks = partition.chunks(index)
             touched = {
-                part: painted([box for p in parts.tiles(part) if (box := parts.tile(p).box(field)) is not None]) > 0
-                for part in range(len(parts))
+                chunk: painted([box for p in chunks.tiles(chunk) if (box := chunks.tile(p).box(field)) is not None]) > 0
+                for chunk in range(len(chunks))
             }
             expected: list[set[int]] = [set() for _ in range(HEIGHT * WIDTH)]
-            for part, pixels in touched.items():
+            for chunk, pixels in touched.items():
                 for pixel in np.flatnonzero(pixels):
-                    expected[pixel].add(part)
+                    expected[pixel].add(chunk)
             found: list[set[int]] = [set() for _ in range(HEIGHT * WIDTH)]
             for rank in range(count):
                 wanted = painted(partition.wanted_next(index, field, rank))
@@ -97,37 +97,37 @@ def test_cotangents_reach_whoever_wants_them_next(partition_of, tiles, count):
                 for sender in range(count):
                     own = partition.own(index, sender)
                     base = painted(partition.sums(index, field, sender, rank)) > 0
-                    for part in own:
-                        for pixel in np.flatnonzero(touched[part] & base):
-                            found[pixel].add(part)
-                    for part, box in partition.overlaps(index, field, sender, rank):
-                        for pixel in np.flatnonzero(touched[part] & (painted([box]) > 0)):
-                            assert part not in found[pixel]
-                            found[pixel].add(part)
+                    for chunk in own:
+                        for pixel in np.flatnonzero(touched[chunk] & base):
+                            found[pixel].add(chunk)
+                    for chunk, box in partition.overlaps(index, field, sender, rank):
+                        for pixel in np.flatnonzero(touched[chunk] & (painted([box]) > 0)):
+                            assert chunk not in found[pixel]
+                            found[pixel].add(chunk)
             assert found == expected
 
 
 @given(tiles, st.integers(1, 70))
 def test_what_ranks_have_of_sums_is_joined_to_one(partition_of, tiles, count):
-    partition, stages, _ = partition_of(tiles, count)
-    stage, order = stages[0].index, ReductionTree()
-    parts = partition.parts(stage)
+    partition, segments, _ = partition_of(tiles, count)
+    segment, order = segments[0].index, ReductionTree()
+    chunks = partition.chunks(segment)
     for rank in range(count):
-        own = [part for part in partition.own(stage, rank) if parts.tiles(part)]
-        found = joined(parts, partition.own(stage, rank))
+        own = [chunk for chunk in partition.own(segment, rank) if chunks.tiles(chunk)]
+        found = joined(chunks, partition.own(segment, rank))
         assert set(found) <= set(own)
         assert bool(found) == bool(own)
-        for part in found:
-            order.append(part)
-    order.join_before(len(parts))
-    assert len(order.parts) == 1
+        for chunk in found:
+            order.append(chunk)
+    order.join_before(len(chunks))
+    assert len(order.chunks) == 1
 
 
 @given(tiles, st.sampled_from([2, 4, 8]))
 def test_ranks_that_divide_the_parts_have_one_sum_each(partition_of, tiles, count):
-    partition, stages, _ = partition_of(tiles, count)
-    parts = partition.parts(stages[0].index)
+    partition, segments, _ = partition_of(tiles, count)
+    chunks = partition.chunks(segments[0].index)
     for rank in range(count):
-        own = partition.own(stages[0].index, rank)
-        if own == range(len(parts) * rank // count, len(parts) * (rank + 1) // count) and parts.tiles(own[0]):
-            assert len(joined(parts, own)) == 1
+        own = partition.own(segments[0].index, rank)
+        if own == range(len(chunks) * rank // count, len(chunks) * (rank + 1) // count) and chunks.tiles(own[0]):
+            assert len(joined(chunks, own)) == 1

@@ -29,27 +29,27 @@ def test_a_plan_is_frozen(plan):
 def test_the_text_says_what_a_person_asks(plan):
     text = str(plan)
     for word in (
-        "stage",
+        "segment",
         "tile px",
         "crop px",
         "predicted peak",
         "(budget 1 GiB)",
         "on cpu",
-        "Most of the time: stage",
+        "Most of the time: segment",
     ):
         assert word in text
-    for stage in plan.stages:
-        assert f"{stage.tile[0]} x {stage.tile[1]}" in text
+    for segment in plan.segments:
+        assert f"{segment.tile[0]} x {segment.tile[1]}" in text
     for name, _ in plan.memory_parts():
         assert name in text
-    stages = text.partition("\nStages\n")[2].splitlines()[: 1 + len(plan.stages)]
-    assert len({len(line) for line in stages}) == 1
+    segments = text.partition("\nSegments\n")[2].splitlines()[: 1 + len(plan.segments)]
+    assert len({len(line) for line in segments}) == 1
 
 
 def test_totals(plan):
-    assert plan.tile == plan.stages[-1].tile
-    counts = {stage.index: stage.tiles[0] * stage.tiles[1] for stage in plan.stages}
-    assert plan.tile_count == sum(counts[p.stage] for p in plan.passes)
+    assert plan.tile == plan.segments[-1].tile
+    counts = {segment.index: segment.tiles[0] * segment.tiles[1] for segment in plan.segments}
+    assert plan.tile_count == sum(counts[p.segment] for p in plan.passes)
 
 
 def test_a_predicted_time_is_shown(plan):
@@ -68,8 +68,8 @@ def test_the_placement_of_each_field(norms, plan_at):
     kept = [placement for placement in found if placement.kept]
     assert {placement.node for placement in kept} == {field.node for field in plan.kept}
     for placement in kept:
-        assert len(placement.stages) == 1  # nobody else has to compute it
-        assert min(placement.readers) > placement.stages[0]
+        assert len(placement.segments) == 1  # nobody else has to compute it
+        assert min(placement.readers) > placement.segments[0]
         assert placement.passes == 2  # forward, and again for its gradient
     lean = {placement.node: placement for placement in placements(norms, smallest_budget(plan_at)[1])}
     assert not any(placement.kept for placement in lean.values())

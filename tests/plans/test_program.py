@@ -33,7 +33,7 @@ from gigagrad.plans.program import (
     messages,
     to_plain,
 )
-from gigagrad.plans.stages import gathered, is_read
+from gigagrad.plans.segments import gathered, is_read
 from tests.exactness.networks import draw_recipe, make_case
 from tests.plans.networks import plan_of, problem_of
 
@@ -74,16 +74,16 @@ def test_every_kind_of_step_survives_json():
 
 
 def test_what_a_step_is_stands_in_its_json():
-    assert to_plain(STEPS[1]) == {"step": "Tiles", "stage": 0, "phase": "forward", "first_parts": [0, 3, 8]}
-    assert to_plain(STEPS[5]) == {"step": "Scalars", "stage": None}
-    for wrong in ({"written_by": "a later version"}, {"stage": "0"}, {"phase": None}, {"first_parts": 3}):
+    assert to_plain(STEPS[1]) == {"step": "Tiles", "segment": 0, "phase": "forward", "first_chunks": [0, 3, 8]}
+    assert to_plain(STEPS[5]) == {"step": "Scalars", "segment": None}
+    for wrong in ({"written_by": "a later version"}, {"segment": "0"}, {"phase": None}, {"first_chunks": 3}):
         with pytest.raises(TypeError):
             from_plain(Step, {**to_plain(STEPS[1]), **wrong})
 
 
 def test_buffers_live_from_their_allocation_to_their_release():
     a, b, c = buffer(1), buffer(1, cotangent=True), buffer(2)
-    first, second, third, fourth = (Tiles(stage, "forward") for stage in range(4))
+    first, second, third, fourth = (Tiles(segment, "forward") for segment in range(4))
     steps = (first, Allocate((a, c)), second, Allocate((b,)), third, Scalars(2), Release((a.key, c.key)), fourth)
     assert list(live(steps)) == [(first, ()), (second, (a, c)), (third, (a, c, b)), (fourth, (b,))]
     assert list(live(steps[:2])) == [(first, ())]
@@ -156,7 +156,7 @@ def test_steps_of_any_network_take_and_give_back(recipe, data, ranks, backward):
     kept = data.draw(st.sets(st.sampled_from(computed), max_size=4)) if computed else set()
     problem = problem_of(graph, backward=backward)
     plan = plan_of(graph, backward=backward, tiles=(tile,), kept=kept | gathered(graph))
-    assume(plan.stages)
+    assume(plan.segments)
     found = shared_by(problem, plan, ranks)
     assert shared_by(problem, found, ranks) == shared_by(problem, plan, ranks) == found
     assert from_plain(tuple[Step, ...], json.loads(json.dumps(to_plain(found.steps)))) == found.steps

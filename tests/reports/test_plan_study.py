@@ -18,8 +18,8 @@ from gigagrad.plans import (
     Placement,
     Plan,
     Point,
-    Stage,
-    StagePlan,
+    Segment,
+    SegmentPlan,
     Tiles,
     estimate,
     make_plan,
@@ -33,22 +33,22 @@ from tests.plans.networks import MIB, graph_of, problem_of, residual
 GIB = 2**30
 
 
-def study_of(stages=3, fields=4, **changes):
+def study_of(segments=3, fields=4, **changes):
     described = tuple(
-        StagePlan(
-            computes=Stage(i, (100 + i,), (50 + i,), None, tuple(range(20 + i)), (), ()),
+        SegmentPlan(
+            computes=Segment(i, (100 + i,), (50 + i,), None, tuple(range(20 + i)), (), ()),
             tile=(256, 512),
             tiles=(1000, 2000),
             crop=(1160, 1416),
             computed_ratio=12.5,
             tile_peak_bytes=(i + 1) << 26,
             forward_seconds=i + 1,
-            backward_seconds=2 * stages - i,
+            backward_seconds=2 * segments - i,
         )
-        for i in range(stages)
+        for i in range(segments)
     )
-    passes = tuple(Tiles(i, "forward") for i in range(stages)) + tuple(
-        Tiles(i, "backward") for i in reversed(range(stages))
+    passes = tuple(Tiles(i, "forward") for i in range(segments)) + tuple(
+        Tiles(i, "backward") for i in reversed(range(segments))
     )
     names = [f"encoder.very_long_name_of_a_layer.{i}.conv[0]" for i in range(fields)]
     shape = (1, 64, 16000, 64000)
@@ -59,7 +59,7 @@ def study_of(stages=3, fields=4, **changes):
         memory_format="channels_last",
         workers=2,
         threads=1,
-        stages=described,
+        segments=described,
         steps=passes,
         kept=kept,
         whole_field=(),
@@ -73,7 +73,8 @@ def study_of(stages=3, fields=4, **changes):
             Amount(estimate.TILES, 7 * GIB - 5 * GIB - (956 << 20)),
         ),
         timed_seconds=tuple(
-            10 * (described[p.stage].forward_seconds if p.phase == "forward" else described[p.stage].backward_seconds)
+            10
+            * (described[p.segment].forward_seconds if p.phase == "forward" else described[p.segment].backward_seconds)
             for p in passes
         ),
     )
@@ -124,7 +125,7 @@ def test_everything_is_said_within_100_columns():
         "2 GiB would work",
         "about 3 min 30 s a step (from tiles that were timed)",
         "forward 0 to 2, backward 2 to 0",
-        "Most of the time: stage 0 backward 29 %, stage 1 backward 24 %, stage 2 backward 19 %",
+        "Most of the time: segment 0 backward 29 %, segment 1 backward 24 %, segment 2 backward 19 %",
         "tiles read 12.5 times the pixels they are for",
         "conv2d 64x16000x64000",
         "made in 3 passes",
@@ -181,17 +182,17 @@ def test_a_study_is_in_the_seconds_of_timed_tiles_and_tells_how_far_it_is():
 def test_names_that_are_too_long_take_another_line():
     study = study_of()
     (fields,) = [table for table in describe_study(study).tables if table.title == "Fields"]
-    assert fields.rows[0][2:] == (study.placements[0].module, "kept in memory from stage 0 for 1, 2 ...")
+    assert fields.rows[0][2:] == (study.placements[0].module, "kept in memory from segment 0 for 1, 2 ...")
     lines = shown(study).partition("\nFields")[2].splitlines()[2:4]
     parts = [line[len("1 GiB  conv2d 64x16000x64000  ") :].split("  ")[0].strip() for line in lines]
     assert "".join(parts) == study.placements[0].module
 
 
 def test_of_much_the_largest_is_shown():
-    text = shown(study_of(stages=40, fields=60))
-    assert "Stages: the 10 of 40 that take longest" in text
+    text = shown(study_of(segments=40, fields=60))
+    assert "Segments: the 10 of 40 that take longest" in text
     assert "Fields: the largest of 60, kept and not kept" in text
-    assert text.count("kept in memory from stage") == text.count("made in") == 6
+    assert text.count("kept in memory from segment") == text.count("made in") == 6
     assert max(map(len, text.splitlines())) <= 100
 
 
@@ -225,8 +226,8 @@ def test_a_terminal_without_unicode_gets_ascii():
     assert b"####" in raw.getvalue()
 
 
-def test_a_plan_without_stages_or_time():
-    empty = study_of(stages=0, fields=0)
+def test_a_plan_without_segments_or_time():
+    empty = study_of(segments=0, fields=0)
     empty = dataclasses.replace(
         empty, points=empty.points[:1], plan=dataclasses.replace(empty.plan, timed_seconds=None)
     )
@@ -234,9 +235,9 @@ def test_a_plan_without_stages_or_time():
     assert "Most of the time" not in shown(empty)
 
 
-@pytest.mark.parametrize("stages", [0, 1, 40])
-def test_the_picture(tmp_path, stages):
-    study = study_of(stages=stages)
+@pytest.mark.parametrize("segments", [0, 1, 40])
+def test_the_picture(tmp_path, segments):
+    study = study_of(segments=segments)
     draw_plan(study, tmp_path / "plan.png")
     with Image.open(tmp_path / "plan.png") as picture:
         pixels = np.asarray(picture.convert("RGB"))

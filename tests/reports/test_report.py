@@ -142,7 +142,7 @@ def test_everything_there_is(run, predictions, tmp_path):
         "not a finite number in 1 of 60 steps, first at step 7",
         "on <cpu>, channels last, one tile at a time",
         "690 MiB (no budget set)",
-        "Most of the time: stage 0 one pass 100 %",
+        "Most of the time: segment 0 one pass 100 %",
         "25 x 125",
         "freed blocks of tiles",
         "machine: memory_bytes 24 GiB",
@@ -209,7 +209,7 @@ def test_a_damaged_evaluation_is_left_out(run, tmp_path, evaluation):
         {"elsewhere": [{"name": "disk", "size_bytes": math.nan}]},
         {"image_shape": []},
         {"kept": [{"node": 1, "tier": "disk", "operator": 5, "module": 7, "shape": [1], "size_bytes": 3}]},
-        {"passes": [{"stage": 9, "phase": "forward"}]},
+        {"passes": [{"segment": 9, "phase": "forward"}]},
     ],
     ids=str,
 )
@@ -250,7 +250,7 @@ def test_many_slides_and_long_names_still_make_a_chart():
     assert ">$x_1$<" in dice_chart({"$x_1$": 0.5}), "a name is no formula"  # type: ignore[operator]
 
 
-@pytest.mark.parametrize("content", [None, "", "{", "[]", "null", '{"dice": 3, "stages": 4}'])
+@pytest.mark.parametrize("content", [None, "", "{", "[]", "null", '{"dice": 3, "segments": 4}'])
 def test_missing_and_damaged_files_are_left_out(tmp_path, content):
     folder = tmp_path / "empty"
     folder.mkdir()
@@ -330,8 +330,8 @@ _DEEP = "[" * 900 + "]" * 900
         ("config.yaml", f"seed: 0x{'f' * 5000}\nmodel: '{EVIL.replace(chr(39), '')}'\n"),
         ("config.yaml", 'model: "\\uD800"\n'),
         ("config.yaml", "[" * 5000),
-        ("plan.json", '{"passes": [3], "stages": [{"size_bytes": "x"}]}'),
-        ("plan.json", '{"stages": [' + '{"size_bytes": "x"},' * 20 + '{"size_bytes": 1}]}'),
+        ("plan.json", '{"passes": [3], "segments": [{"size_bytes": "x"}]}'),
+        ("plan.json", '{"segments": [' + '{"size_bytes": "x"},' * 20 + '{"size_bytes": 1}]}'),
         ("plan.json", '{"budget_bytes": 1e999, "a_bytes": ' + "9" * 4000 + "}"),
         ("plan.json", '{"a": ' * 900 + "1" + "}" * 900),
         ("plan.json", "[" * 5000),

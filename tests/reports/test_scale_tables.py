@@ -22,7 +22,7 @@ def scaling():
 
 def test_a_row_for_each_number_of_ranks_that_gains_something(scaling):
     (table,) = scale_tables(scaling(1, Link(inf, 0.0)), (1, 2, 4, 8, 10_000))
-    assert [row[0] for row in table.rows] == ["1", "2", "4"]  # stages have four tiles
+    assert [row[0] for row in table.rows] == ["1", "2", "4"]  # segments have four tiles
     assert table.tones[:2] == (GOOD, GOOD)
     assert "idle ranks are left out" in table.note
     assert table.rows[0][1:6:2] == (table.rows[0][1], "100 %", "-")

@@ -135,7 +135,7 @@ def test_measured_seconds_take_the_place_of_predicted_ones(ladder):
 def test_no_more_ranks_than_parts_have_something_to_do(ladder):
     plan = ladder.plan((48, 96))
     step = tile_step(ladder.problem, plan, 10_000, FREE)
-    assert step.ranks == max(stage.tile_count for stage in plan.stages) == 2
+    assert step.ranks == max(segment.tile_count for segment in plan.segments) == 2
     assert tile_step(ladder.problem, plan, 2, FREE) == step
 
 

@@ -62,10 +62,10 @@ def test_a_pipeline_of_one_image_gains_nothing_and_never_beats_free_data(scaling
     assert scaling(8).ways(4)[PIPELINE] < 8 * alone  # but it does gain
 
 
-def test_stages_as_a_chain_are_crossed_by_what_later_ones_read(scaling, ladder):
+def test_segments_as_a_chain_are_crossed_by_what_later_ones_read(scaling, ladder):
     layers = scaling(1).layers
-    plan, made = ladder.plan(), {field: stage.index for stage in ladder.stages for field in stage.kept}
-    read = {field: stage.index for stage in ladder.stages for field in stage.reads}
+    plan, made = ladder.plan(), {field: segment.index for segment in ladder.segments for field in segment.kept}
+    read = {field: segment.index for segment in ladder.segments for field in segment.reads}
     crossings = sum(field.size_bytes * (read[field.node] - made[field.node]) for field in plan.kept)
     assert sum(layer.cut_bytes for layer in layers) == crossings > 0
     assert layers[-1].cut_bytes == 0

@@ -180,10 +180,10 @@ COMMANDS: Final[dict[str, tuple[str, str, Mapping[str, str | dict[str, Any]]]]] 
     ),
     "plan": (
         "show what a training step would cost, without a slide",
-        "Captures the model at the true size, chooses tiles within the budget, and prints its stages, the placement of "
-        "each field, where memory and time go, the smallest budget that works, and what more memory or scratch would "
-        "buy. For another machine name its --memory, --scratch-bytes, --rates and --threads, or --device cuda and "
-        "the memory of a GPU, which need not be here; for many of them --ranks.",
+        "Captures the model at the true size, chooses tiles within the budget, and prints its segments, the placement "
+        "of each field, where memory and time go, the smallest budget that works, and what more memory or scratch "
+        "would buy. For another machine name its --memory, --scratch-bytes, --rates and --threads, or --device cuda "
+        "and the memory of a GPU, which need not be here; for many of them --ranks.",
         {
             "--model": _flag(_MODEL, required=True),
             "--size": _flag("in pixels, e.g. 16000x64000", type=_size, metavar="HEIGHTxWIDTH", required=True),

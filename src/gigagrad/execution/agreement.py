@@ -153,9 +153,9 @@ def _were(ranks: Sequence[int]) -> str:
     return f"{named(ranks)} {'was' if len(ranks) == 1 else 'were'}"
 
 
-def _crc(parts: Iterable[torch.Tensor | bytes]) -> str:
+def _crc(chunks: Iterable[torch.Tensor | bytes]) -> str:
     found = 0
-    for one in parts:
+    for one in chunks:
         found = _crc32(as_bytes(one).numpy() if isinstance(one, torch.Tensor) else one, found)
     return f"{found:08x}"
 

@@ -19,7 +19,7 @@ from gigagrad.execution.seeds import ROUNDINGS, seed_of
 from gigagrad.execution.sources import Source
 from gigagrad.execution.tile_program import TileInputs
 from gigagrad.graphs import SCATTER
-from gigagrad.plans import EXACT, Stage, TileGeometry
+from gigagrad.plans import EXACT, Segment, TileGeometry
 from gigagrad.plans.program import Buffer, Key
 from gigagrad.stores import FieldSpec, OpenTier, Quantised, RoundedStore, Rounding, Store, Strips, Windows, crop_shape
 
@@ -92,13 +92,13 @@ class Buffers:
             else:  # whoever takes a stream may hold a view of what its last tiles have read
                 store.close()
 
-    def handed_in(self, stage: Stage) -> int | None:
-        """Return the image whose gradient is handed over, if the backward pass of this stage is the last that adds to
+    def handed_in(self, segment: Segment) -> int | None:
+        """Return the image whose gradient is handed over, if the backward pass of this segment is the last that adds to
         it.
         """
-        plan, stages = self._prepared.plan, self._prepared.stages
-        adding = [p.stage for p in plan.passes if p.phase != "forward" and self._handed in stages[p.stage].reads]
-        return self._handed if adding[-1:] == [stage.index] else None
+        plan, segments = self._prepared.plan, self._prepared.segments
+        adding = [p.segment for p in plan.passes if p.phase != "forward" and self._handed in segments[p.segment].reads]
+        return self._handed if adding[-1:] == [segment.index] else None
 
     def take(self, image: int, y1: int) -> Iterator[tuple[Box, torch.Tensor]]:
         """Yield the strip of an image's gradient down to this row, if there is a new one: nothing is added to it any
@@ -151,18 +151,18 @@ class Buffers:
 
     # From tile to tile
 
-    def inputs(self, stage: Stage, tile: TileGeometry, *, backward: bool) -> TileInputs:
+    def inputs(self, segment: Segment, tile: TileGeometry, *, backward: bool) -> TileInputs:
         """Read the inputs of a tile, on the device; for a backward pass also the cotangents of what it kept, and its
         values.
         """
         crops, cotangents, stored = {}, {}, {}
-        for i in stage.reads:
+        for i in segment.reads:
             box = tile.box(i)
             if box is not None:
                 crops[i] = self._ordered(self._crop(i, box))
         if backward:
-            reduced = {self._graph[r].operands[0] for r in stage.reductions}
-            for i in stage.kept:
+            reduced = {self._graph[r].operands[0] for r in segment.reductions}
+            for i in segment.kept:
                 box = tile.wanted(i)
                 if i in self.cotangents and not box.empty:
                     # Reductions read them once, and what comes of both is new: views will do, where there are some.
@@ -171,9 +171,9 @@ class Buffers:
                     stored[i] = ready(self.kept[i].read(box))
         return TileInputs(crops, cotangents, stored)
 
-    def images(self, stage: Stage, tile: TileGeometry) -> dict[int, torch.Tensor]:
+    def images(self, segment: Segment, tile: TileGeometry) -> dict[int, torch.Tensor]:
         """Read what a tile needs of images."""
-        boxes = {i: tile.box(i) for i in stage.reads if self._graph[i].is_source}
+        boxes = {i: tile.box(i) for i in segment.reads if self._graph[i].is_source}
         return {i: self._crop(i, box) for i, box in boxes.items() if box is not None}
 
     def _crop(self, node_id: int, box: Box) -> torch.Tensor:

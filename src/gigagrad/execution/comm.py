@@ -2,7 +2,7 @@
 
 An `Exchange` ends a pass: a packed message for each pair of ranks, in an order that both know from the plan. A `Gather`
 puts together what is large, and at the end the gradients of parameters. No library adds for us: bytes travel, and
-whoever gets them adds, in the order of parts.
+whoever gets them adds, in the order of chunks.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from gigagrad.execution.overlaps import Overlap
 from gigagrad.execution.prepared import Prepared
 from gigagrad.execution.scalars import Values
 from gigagrad.graphs import Merge, merge_of
-from gigagrad.plans import Parts, Stage, Tiles
+from gigagrad.plans import Chunks, Segment, Tiles
+from gigagrad.plans.chunks import before, behind
 from gigagrad.plans.partition import gradient_dtype, share_of, sum_dtype
-from gigagrad.plans.parts import before, behind
 from gigagrad.plans.program import Exchange, Gather, Sum, Transfer
 from gigagrad.ranks import Ranks
 from gigagrad.ranks.ranks import packed, unpacked
@@ -35,7 +35,7 @@ class PassResult:
     """A pass of this rank, before ranks have exchanged anything."""
 
     step: Tiles
-    stage: Stage
+    segment: Segment
     stores: Mapping[int, Store]
     """Stores of what it kept, or of the cotangents that it added up, as they travel: without rounding."""
     overlaps: Mapping[int, Overlap] = field(default_factory=dict)
@@ -52,16 +52,16 @@ class Comm:
         gathers = [step for step in prepared.plan.steps if isinstance(step, Gather) and step.gradients]
         self._late = frozenset(i for step in gathers for i in step.nodes)
 
-    def own(self, step: Tiles) -> tuple[Parts, range]:
-        """Return the parts of a pass, and which of them this rank computes."""
-        return self._prepared.parts(step.stage), step.own(self._ranks.index)
+    def own(self, step: Tiles) -> tuple[Chunks, range]:
+        """Return the chunks of a pass, and which of them this rank computes."""
+        return self._prepared.chunks(step.segment), step.own(self._ranks.index)
 
     def new_sums(self, step: Tiles) -> OrderedSum:
-        return OrderedSum(self._dtype, self._merges(step.stage), before(*self.own(step)))
+        return OrderedSum(self._dtype, self._merges(step.segment), before(*self.own(step)))
 
-    def new_overlap(self, step: Tiles, parts: Parts, field: int, store: Store) -> Overlap:
-        elsewhere = parts.reached_before(field, step.own(self._ranks.index).start)
-        return Overlap(store, parts, field, elsewhere, (self._device, self._prepared.layout))
+    def new_overlap(self, step: Tiles, chunks: Chunks, field: int, store: Store) -> Overlap:
+        elsewhere = chunks.reached_before(field, step.own(self._ranks.index).start)
+        return Overlap(store, chunks, field, elsewhere, (self._device, self._prepared.layout))
 
     def shapes(self, nodes: Iterable[int]) -> dict[int, Shape]:
         """Return shape and dtype of the sums of nodes."""
@@ -85,7 +85,7 @@ class Comm:
 
     def _exchanged(self, step: Exchange, result: PassResult) -> list[Values]:
         of_both = ((result.gradients, step.gradients), (result.reduced, step.reductions))
-        sums = [None if some is None else self._sums(result.step, some, how, step.parts) for some, how in of_both]
+        sums = [None if some is None else self._sums(result.step, some, how, step.chunks) for some, how in of_both]
         boxes = Boxes(self._ranks.index, step.transfers, result.stores, result.overlaps)
         exchange(self._ranks, [*filter(None, sums), boxes])
         return [{} if one is None else one.total for one in sums]
@@ -112,14 +112,14 @@ class Comm:
         """Say whether every rank has all of a sum of gradients."""
         return node not in self._late
 
-    def _sums(self, step: Tiles, sums: OrderedSum, how: Sum, parts: Sequence[Sequence[int]]) -> Sums:
+    def _sums(self, step: Tiles, sums: OrderedSum, how: Sum, chunks: Sequence[Sequence[int]]) -> Sums:
         own = sums.joined(behind(*self.own(step))) if how.all else []
-        total = OrderedSum(self._dtype, self._merges(step.stage))
-        others = parts if how.all else [()] * self._ranks.count
+        total = OrderedSum(self._dtype, self._merges(step.segment))
+        others = chunks if how.all else [()] * self._ranks.count
         return Sums(self._ranks, own, others, self.shapes(how.all), how.shared, total, self._device)
 
-    def _merges(self, stage: int) -> dict[int, Merge]:
-        reductions = self._prepared.plan.stages[stage].computes.reductions
+    def _merges(self, segment: int) -> dict[int, Merge]:
+        reductions = self._prepared.plan.segments[segment].computes.reductions
         merges = ((i, merge_of(self._graph[i])) for i in reductions)
         return {i: merge for i, merge in merges if merge is not None}
 
@@ -160,7 +160,7 @@ def exchange(ranks: Ranks, messages: Sequence[Message]) -> None:
 
 
 class Boxes(Message):
-    """Boxes of fields, and of their cotangents: those written as they come, and those added in the order of parts."""
+    """Boxes of fields, and of their cotangents: those written as they come, and those added in the order of chunks."""
 
     def __init__(
         self, rank: int, transfers: Sequence[Transfer], stores: Mapping[int, Store], overlaps: Mapping[int, Overlap]
@@ -176,31 +176,31 @@ class Boxes(Message):
         return [(stores[one.node].crop_shape(one.box), stores[one.node].dtype) for one in moved]
 
     def take(self, came: Mapping[int, Sequence[torch.Tensor]]) -> None:
-        """Take what came; cotangents are added rank after rank, and ranks have theirs in the order of parts."""
+        """Take what came; cotangents are added rank after rank, and ranks have theirs in the order of chunks."""
         crops = list[tuple[Transfer, torch.Tensor]]()
         for sender, found in came.items():
             crops += zip(self._between(sender, self._rank), found, strict=True)
         for one, crop in crops:
-            if one.part is None:
+            if one.chunk is None:
                 self._stores[one.node].write(one.box, crop)
         crops += [(one, self._crop(one)) for one in self._between(self._rank, self._rank)]
         for one, crop in sorted(crops, key=lambda pair: pair[0].sender):
-            if one.part is not None:
+            if one.chunk is not None:
                 self._stores[one.node].add(one.box, crop)
         for store in self._stores.values():
             store.flush()
 
     def _crop(self, one: Transfer) -> torch.Tensor:
-        if one.part is None:
+        if one.chunk is None:
             return self._stores[one.node].read(one.box)
-        return self._overlaps[one.node].kept_sum(one.part, one.box)
+        return self._overlaps[one.node].kept_sum(one.chunk, one.box)
 
     def _between(self, sender: int, receiver: int) -> list[Transfer]:
         return [one for one in self._transfers if (one.sender, one.receiver) == (sender, receiver)]
 
 
 class Sums(Message):
-    """The sums of one pass; once taken, `total` has those of all parts: whole, or of what is `cut` this rank's share,
+    """The sums of one pass; once taken, `total` has those of all chunks: whole, or of what is `cut` this rank's share,
     flat.
     """
 
@@ -208,24 +208,24 @@ class Sums(Message):
         self,
         ranks: Ranks,
         own: Sequence[Joined],
-        parts: Sequence[Sequence[int]],
+        chunks: Sequence[Sequence[int]],
         shapes: Mapping[int, Shape],
         cut: Collection[int],
         empty: OrderedSum,
         device: torch.device,
     ) -> None:
-        """Set what this rank has, `own`; `parts`: of each sum that ranks have, one part, by rank; `shapes`: of a whole
-        sum, by node; `empty`: where all are joined.
+        """Set what this rank has, `own`; `chunks`: of each sum that ranks have, one chunk, by rank; `shapes`: of a
+        whole sum, by node; `empty`: where all are joined.
         """
         self._rank, self._count = ranks.index, ranks.count
-        self._parts, self._shapes, self._cut, self._empty, self._device = parts, shapes, cut, empty, device
-        self._own = [(part, {key: self._flat(key, values.pop(key)) for key in tuple(values)}) for part, values in own]
+        self._chunks, self._shapes, self._cut, self._empty, self._device = chunks, shapes, cut, empty, device
+        self._own = [(chunk, {key: self._flat(key, values.pop(key)) for key in tuple(values)}) for chunk, values in own]
         self.total: Values = {}
 
     def sent(self, receiver: int) -> Iterator[torch.Tensor]:
-        """Yield of each sum the part, for each node whether there is one, and all of them, zeros for none."""
-        for part, values in self._own:
-            yield torch.tensor([part, *(key in values for key in self._shapes)])
+        """Yield of each sum the chunk, for each node whether there is one, and all of them, zeros for none."""
+        for chunk, values in self._own:
+            yield torch.tensor([chunk, *(key in values for key in self._shapes)])
             for key, (shape, dtype) in self._shapes.items():
                 value = values.get(key)
                 if value is None:
@@ -238,7 +238,7 @@ class Sums(Message):
             one.append(
                 ((_length(share_of(prod(shape), self._rank, self._count)),) if key in self._cut else shape, dtype)
             )
-        return one * len(self._parts[sender])
+        return one * len(self._chunks[sender])
 
     def take(self, came: Mapping[int, Sequence[torch.Tensor]]) -> None:
         for rank in range(self._count):
@@ -246,15 +246,15 @@ class Sums(Message):
         self.total = self._empty.total()
 
     def _mine(self) -> Iterator[Joined]:
-        for part, values in self._own:
-            yield part, {key: self._share(key, values.pop(key), self._rank) for key in tuple(values)}
+        for chunk, values in self._own:
+            yield chunk, {key: self._share(key, values.pop(key), self._rank) for key in tuple(values)}
 
     def _opened(self, tensors: Sequence[torch.Tensor]) -> Iterator[Joined]:
         for start in range(0, len(tensors), 1 + len(self._shapes)):
-            part, *there = tensors[start].tolist()
+            chunk, *there = tensors[start].tolist()
             values = zip(self._shapes, there, tensors[start + 1 :], strict=False)
             yield (
-                part,
+                chunk,
                 {key: value.to(self._device, copy=key not in self._cut) for key, is_there, value in values if is_there},
             )
 

@@ -71,7 +71,7 @@ def compile(
             are compared before every step, holds its share of the fields within `memory`, and gets the whole loss and
             gradients: the same bits as one process gets with the same plan. Images that a model returns come from one
             process. Or `gigagrad.ranks.Ranks` themselves.
-        journal: a folder where `backward` writes down its finished parts, in a folder of this step's own that
+        journal: a folder where `backward` writes down its finished chunks, in a folder of this step's own that
             goes when the step is over. One that was killed goes on behind them when it is asked for again, of the same
             weights, by any number of ranks that see the folder; images are read again and compared by hash. Takes as
             much room as the fields that the plan keeps and their cotangents, and the time to write these.

@@ -222,7 +222,7 @@ class Engine:
 
         Integers count as the numbers they stand for: of a slide it is the change of the loss for each step of 256.
         With `out` it leaves in strips as it is finished, as in `forward`; a few rows are held of it, all of them where
-        several stages of the plan read the image, as its parts before and behind a norm over the whole image.
+        several segments of the plan read the image, as its parts before and behind a norm over the whole image.
 
         Raises: as `plan`; ModelError where no gradient reaches the image; WriteError if `out` cannot be written.
         """
@@ -245,7 +245,8 @@ class Engine:
         With `out="prediction.tif"` the prediction is written tile by tile as a float32 pyramidal TIFF (`.ome.tif`: an
         OME-TIFF, `.cog.tif`: a cloud-optimised GeoTIFF, `.ome.zarr`: an OME-Zarr) and the path is returned; one of the
         image's size has its place on earth, and NaN where that has no data. A `Sink` of `execution.sinks` does with it
-        what it likes; otherwise the whole prediction is held in memory. What is held of the output is part of the plan.
+        what it likes; otherwise the whole prediction is held in memory. What is held of the output is part of the
+        plan.
 
         Raises: as `plan`; WriteError if `out` cannot be written.
         """
@@ -397,7 +398,7 @@ class Engine:
                     told = "a gradient left the range of float16; the step begins anew, with smaller cotangents inside"
                     self.events.emit(Notice(told))
             if run.journal.taken:
-                told = f"the step went on behind {run.journal.taken} parts that were finished before"
+                told = f"the step went on behind {run.journal.taken} chunks that were finished before"
                 self.events.emit(Notice(told))
             if overflows != self.overflows and all(g.isfinite().all() for g in run.gradients.values()):
                 self.overflows = overflows

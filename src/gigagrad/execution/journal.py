@@ -1,8 +1,8 @@
-"""A journal of the finished parts of a step: one that was killed goes on behind them, by any number of ranks.
+"""A journal of the finished chunks of a step: one that was killed goes on behind them, by any number of ranks.
 
-Each part has a file: a hash of what it read of images, what it wrote of fields or the cotangents that it added up, and
-its sums. A step that begins anew runs as ever but for parts whose files are there: it reads the images as they did, and
-takes the rest from the file if the hash is the same. Every rank writes its own parts and reads whosever there are.
+Each chunk has a file: a hash of what it read of images, what it wrote of fields or the cotangents that it added up, and
+its sums. A step that begins anew runs as ever but for chunks whose files are there: it reads the images as they did,
+and takes the rest from the file if the hash is the same. Every rank writes its own chunks and reads whosever there are.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from gigagrad.execution.prepared import Prepared
 from gigagrad.execution.scalars import ScalarGraph, Values
 from gigagrad.files import write_error
 from gigagrad.graphs import GATHER
-from gigagrad.plans import Parts
+from gigagrad.plans import Chunks
 from gigagrad.ranks.ranks import as_bytes
 from gigagrad.stores import Store
 
@@ -41,13 +41,13 @@ Sums = tuple[OrderedSum, Mapping[int, Shape]]
 
 
 class Journal:
-    """The finished parts of one run, in a folder of its own; None: nothing is written down."""
+    """The finished chunks of one run, in a folder of its own; None: nothing is written down."""
 
     def __init__(self, folder: Path | None) -> None:
         self._folder, self._pass = folder, 0
         self._read: dict[int, Any] = {}
         self.taken = 0
-        """Parts that were taken from it."""
+        """Chunks that were taken from it."""
 
     @property
     def is_kept(self) -> bool:
@@ -75,40 +75,40 @@ class Journal:
         found: bytes = digest.digest()
         return found
 
-    def reads(self, part: int, tile_hash: bytes) -> None:
-        """Add to a part's hash what a tile of it reads of images; tiles in their order."""
+    def reads(self, chunk: int, tile_hash: bytes) -> None:
+        """Add to a chunk's hash what a tile of it reads of images; tiles in their order."""
         if self.is_kept:
-            self._read.setdefault(part, _empty_hash()).update(tile_hash)
+            self._read.setdefault(chunk, _empty_hash()).update(tile_hash)
 
-    def has_read(self, part: int) -> bytes:
-        """Return the hash of what the part has read."""
-        found: bytes = self._read.pop(part, _empty_hash()).digest()
+    def has_read(self, chunk: int) -> bytes:
+        """Return the hash of what the chunk has read."""
+        found: bytes = self._read.pop(chunk, _empty_hash()).digest()
         return found
 
-    def entry(self, part: int) -> Entry | None:
-        """Return what is written down of a part, undamaged."""
-        return None if self._folder is None else Entry.of(self._path(part))
+    def entry(self, chunk: int) -> Entry | None:
+        """Return what is written down of a chunk, undamaged."""
+        return None if self._folder is None else Entry.of(self._path(chunk))
 
     def forget_later(self) -> None:
-        """Remove later passes: a part of this one is of other images than before, and so is all that was computed from
-        it. That part stays until it is written anew, so that whoever comes before that finds as much.
+        """Remove later passes: a chunk of this one is of other images than before, and so is all that was computed from
+        it. That chunk stays until it is written anew, so that whoever comes before that finds as much.
         """
         for path in [] if self._folder is None else self._folder.iterdir():
             index, _, _ = path.name.partition("-")
             if index.isdecimal() and int(index) > self._pass:
                 path.unlink(missing_ok=True)
 
-    def write(self, part: int, tensors: Iterable[torch.Tensor]) -> None:
-        """Write what a part leaves behind. Not to outlive the machine: of what a crash of that leaves, the checksum
+    def write(self, chunk: int, tensors: Iterable[torch.Tensor]) -> None:
+        """Write what a chunk leaves behind. Not to outlive the machine: of what a crash of that leaves, the checksum
         differs.
 
         Raises `WriteError`.
         """
         if not self.is_kept:
             return
-        path, checksum = self._path(part), 0
+        path, checksum = self._path(chunk), 0
         partial = path.with_name(f".{path.name}.{os.getpid()}")
-        digest = torch.frombuffer(bytearray(self.has_read(part)), dtype=torch.uint8)
+        digest = torch.frombuffer(bytearray(self.has_read(chunk)), dtype=torch.uint8)
         try:
             with partial.open("wb") as file:
                 for tensor in chain([digest], tensors):
@@ -120,18 +120,18 @@ class Journal:
         except OSError as error:
             raise write_error(path, error) from error
 
-    def _path(self, part: int) -> Path:
+    def _path(self, chunk: int) -> Path:
         assert self._folder is not None
-        return self._folder / f"{self._pass}-{part}"
+        return self._folder / f"{self._pass}-{chunk}"
 
 
 class Entry:
-    """The tensors written down of a part, to be taken in the order in which they were written."""
+    """The tensors written down of a chunk, to be taken in the order in which they were written."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self._file = file
         self.read_by = file.read(_DIGEST_BYTES)
-        """The hash of what the part has read of images."""
+        """The hash of what the chunk has read of images."""
 
     @classmethod
     def of(cls, path: Path) -> Entry | None:
@@ -163,28 +163,28 @@ class Entry:
         self._file.close()
 
 
-class PartRecord:
-    """The tensors that the parts of a pass leave behind, in a fixed order: crops of the pixels that nobody else writes,
-    overlaps, and sums. They are written down when a part was computed, and taken as if it had been.
+class ChunkRecord:
+    """The tensors that the chunks of a pass leave behind, in a fixed order: crops of the pixels that nobody else
+    writes, overlaps, and sums. They are written down when a chunk was computed, and taken as if it had been.
 
-    An overlap has begun a part before anything is taken, and has ended it before anything is left.
+    An overlap has begun a chunk before anything is taken, and has ended it before anything is left.
     """
 
     def __init__(
         self,
-        parts: Parts,
+        chunks: Chunks,
         stores: Mapping[int, Store],
-        boxes: Callable[[Parts, int, int], Iterable[Box]],
+        boxes: Callable[[Chunks, int, int], Iterable[Box]],
         sums: Sequence[Sums],
         overlaps: Mapping[int, Overlap] | None = None,
     ) -> None:
-        """Set the stores and sums; `boxes`: of a field, by node, those of a part: `written`, or `first_reached`."""
-        self._parts, self._stores, self._boxes = parts, stores, boxes
+        """Set the stores and sums; `boxes`: of a field, by node, those of a chunk: `written`, or `first_reached`."""
+        self._chunks, self._stores, self._boxes = chunks, stores, boxes
         self._sums, self._overlaps = sums, list((overlaps or {}).values())
 
-    def tensors(self, part: int) -> Iterator[torch.Tensor]:
-        """Yield the tensors of the part that came last."""
-        for store, box in self._crops(part):
+    def tensors(self, chunk: int) -> Iterator[torch.Tensor]:
+        """Yield the tensors of the chunk that came last."""
+        for store, box in self._crops(chunk):
             yield store.read(box)
         for overlap in self._overlaps:
             for _, given in sorted(overlap.given.items()):
@@ -192,28 +192,28 @@ class PartRecord:
         for sums, shapes in self._sums:
             yield from _values(sums, shapes)
 
-    def take(self, part: int, entry: Entry) -> None:
-        for store, box in self._crops(part):
+    def take(self, chunk: int, entry: Entry) -> None:
+        for store, box in self._crops(chunk):
             store.write(box, entry.tensor(store.crop_shape(box), store.dtype))
         for overlap in self._overlaps:
             for _, waiting in sorted(overlap.waiting.items()):
                 waiting.copy_(entry.tensor(waiting.shape, waiting.dtype))
             overlap.end()
         for sums, shapes in self._sums:
-            sums.add(part, entry.values(shapes))
+            sums.add(chunk, entry.values(shapes))
 
-    def _crops(self, part: int) -> Iterator[tuple[Store, Box]]:
+    def _crops(self, chunk: int) -> Iterator[tuple[Store, Box]]:
         for field, store in self._stores.items():
-            yield from _strips(store, self._boxes(self._parts, field, part))
+            yield from _strips(store, self._boxes(self._chunks, field, chunk))
 
 
-def written(parts: Parts, field: int, part: int) -> list[Box]:
-    """Return what a part writes of a field."""
-    return parts.written(field, parts.tiles(part))
+def written(chunks: Chunks, field: int, chunk: int) -> list[Box]:
+    """Return what a chunk writes of a field."""
+    return chunks.written(field, chunks.tiles(chunk))
 
 
 def _values(sums: OrderedSum, shapes: Mapping[int, Shape]) -> Iterator[torch.Tensor]:
-    """Yield the values of the part being computed: for each node whether there is one, and those that there are."""
+    """Yield the values of the chunk being computed: for each node whether there is one, and those that there are."""
     values = sums.chain
     yield torch.tensor([key in values for key in shapes], dtype=torch.int64)
     for key, (_, dtype) in shapes.items():
@@ -231,19 +231,19 @@ def _strips(store: Store, boxes: Iterable[Box]) -> Iterator[tuple[Store, Box]]:
             yield store, Box.of(Span(y, min(y + rows, box.y1)), box.x)
 
 
-def first_reached(parts: Parts, field: int, part: int) -> list[Box]:
-    """Return the pixels of a field that no part before this one has reached."""
-    boundary = parts.boundary(field, part)
-    read = parts.read(field, parts.tiles(part))
+def first_reached(chunks: Chunks, field: int, chunk: int) -> list[Box]:
+    """Return the pixels of a field that no chunk before this one has reached."""
+    boundary = chunks.boundary(field, chunk)
+    read = chunks.read(field, chunks.tiles(chunk))
     return apart([piece for box in read for piece, which in boundary.split(box) if which is None])
 
 
 def key_of(prepared: Prepared, scalars: ScalarGraph, draws: int, overflows: int) -> str:
-    """Hash what else a step's parts depend on: kernels, plan, graph, values without pixels, draws."""
+    """Hash what else a step's chunks depend on: kernels, plan, graph, values without pixels, draws."""
     graph, plan = prepared.graph, prepared.plan
     digest = _empty_hash()
-    for stage in plan.stages:
-        digest.update(f"{stage.tile} {stage.parts};".encode())
+    for segment in plan.segments:
+        digest.update(f"{segment.tile} {segment.chunks};".encode())
     kernels = f"{torch.__version__} {torch.backends.cpu.get_cpu_capability()}"
     digest.update(
         f"{kernels} {plan.memory_format} {plan.workers} {plan.threads} {plan.kept} {overflows} {draws}".encode()

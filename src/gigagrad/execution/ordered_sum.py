@@ -1,4 +1,4 @@
-"""Sums over the tiles of a stage: a chain in the order of tiles inside a part, then a fixed binary tree over parts.
+"""Sums over the tiles of a segment: a chain in the order of tiles inside a chunk, then a fixed binary tree over chunks.
 
 What has no sum (a maximum, moments) is merged two by two in the same order.
 """
@@ -12,15 +12,15 @@ import torch
 
 from gigagrad.execution.scalars import Values, add
 from gigagrad.graphs import Merge
-from gigagrad.plans.parts import ReductionTree
+from gigagrad.plans.chunks import ReductionTree
 
 Joined = tuple[int, Values]
-"""Sums of neighbouring parts that the tree joins, and one of these parts."""
+"""Sums of neighbouring chunks that the tree joins, and one of these chunks."""
 
 
 class OrderedSum:
-    """The sums of one pass. Values by node id; those of `merges` are merged as those say. A part without a value of
-    some node is skipped, as if the tree had no leaf there. `before`: the last part that somebody else computes before
+    """The sums of one pass. Values by node id; those of `merges` are merged as those say. A chunk without a value of
+    some node is skipped, as if the tree had no leaf there. `before`: the last chunk that somebody else computes before
     these.
     """
 
@@ -31,35 +31,37 @@ class OrderedSum:
         before: int | None = None,
     ) -> None:
         self._dtype, self._merges = dtype, merges
-        self._part: int | None = None
+        self._chunk: int | None = None
         self._chain: Values = {}
         self._tree, self._sums = ReductionTree(before), list[Values]()
 
     @property
     def chain(self) -> Values:
-        """The values of the part being computed so far, in whatever dtype."""
+        """The values of the chunk being computed so far, in whatever dtype."""
         return self._chain
 
-    def add(self, part: int, values: Values) -> None:
-        """Add what a tile of this part gives; parts come in their order."""
-        if part != self._part:
+    def add(self, chunk: int, values: Values) -> None:
+        """Add what a tile of this chunk gives; chunks come in their order."""
+        if chunk != self._chunk:
             self._end()
-            self._part = part
+            self._chunk = chunk
         for key, value in values.items():
             self._into(self._chain, key, value)
 
     def append(self, others: Iterable[Joined]) -> None:
-        """Append what somebody else has of the parts that follow."""
+        """Append what somebody else has of the chunks that follow."""
         self._end()
-        for part, values in others:
-            self._join(self._tree.append(part))
+        for chunk, values in others:
+            self._join(self._tree.append(chunk))
             self._sums.append(values)
 
     def joined(self, following: int) -> list[Joined]:
-        """Return all that was added, joined as far as the tree joins it before the part that follows; nothing stays."""
+        """Return all that was added, joined as far as the tree joins it before the chunk that follows; nothing
+        stays.
+        """
         self._end()
         self._join(self._tree.join_before(following))
-        found, self._sums = list(zip(self._tree.parts, self._sums, strict=True)), []
+        found, self._sums = list(zip(self._tree.chunks, self._sums, strict=True)), []
         for _, values in found:
             for key, value in values.items():
                 if key not in self._merges:
@@ -67,17 +69,17 @@ class OrderedSum:
         return found
 
     def total(self) -> Values:
-        """Return the sums of all parts, those of one value as it is; nothing is added any more."""
+        """Return the sums of all chunks, those of one value as it is; nothing is added any more."""
         self._end()
         self._join(len(self._sums) - 1)
         return self._sums.pop() if self._sums else {}
 
     def _end(self) -> None:
         """Make a leaf of the chain."""
-        if self._part is not None:
-            self._join(self._tree.append(self._part))
+        if self._chunk is not None:
+            self._join(self._tree.append(self._chunk))
             self._sums.append(self._chain)
-            self._part, self._chain = None, {}
+            self._chunk, self._chain = None, {}
 
     def _join(self, times: int) -> None:
         """Join the last two, so many times."""

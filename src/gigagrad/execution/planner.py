@@ -5,7 +5,7 @@ run the planner looks again; where the process has grown since (labels were made
 made again with the same tiles, and with others only if those no longer fit.
 
 Of several ranks the first one plans, for the least that any of them has, and all run its plan: by tiles of its own, a
-rank would compute other parts than those that are left to it.
+rank would compute other chunks than those that are left to it.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from gigagrad.stores.store import least_room
 _WORTH_A_TRIAL = 32
 """Fewer tiles than this are over before a trial of memory layouts would pay."""
 _MOST_TRIED = 4
-"""With more stages than this the trial would take longer than it saves."""
+"""With more segments than this the trial would take longer than it saves."""
 _CHEAP, _SOON = 0.02, 2.0
 """A tile of every pass is timed before a first run where that takes at most this share of it, and so many seconds."""
 _LAYOUTS = 6
@@ -58,7 +58,7 @@ _MOST_SIZES = 32
 
 
 class Planner:
-    """Makes and remembers what an engine runs. `tile` forces the shape of every stage's tiles; fields that do not fit
+    """Makes and remembers what an engine runs. `tile` forces the shape of every segment's tiles; fields that do not fit
     in `budget_bytes` go to the other `tiers`, in this order.
     """
 
@@ -282,7 +282,7 @@ class Planner:
         if plan.whole:
             return prepared
         seconds = _trial_seconds(plan)
-        pays = plan.tile_count >= _WORTH_A_TRIAL and len(plan.stages) <= _MOST_TRIED and _LAYOUTS * seconds <= _SOON
+        pays = plan.tile_count >= _WORTH_A_TRIAL and len(plan.segments) <= _MOST_TRIED and _LAYOUTS * seconds <= _SOON
         if adopted is None and pays and plan.memory_format == "channels_last":
             with self._events.preparing("time tiles"):
                 layout, timed = faster_layout(prepared)
@@ -369,13 +369,13 @@ def _compiled(prepared: Prepared) -> int:
     backward = prepared.problem.backward
     if prepared.plan.whole:
         return prepared.graph.whole[backward].compiled
-    on_tiles = sum(compiled_convolutions(prepared.grid(stage), backward=backward) for stage in prepared.stages)
+    on_tiles = sum(compiled_convolutions(prepared.grid(segment), backward=backward) for segment in prepared.segments)
     return on_tiles + whole_compiled_convolutions(prepared.graph, backward=backward)
 
 
 def _trial_seconds(plan: Plan) -> float:
     """Predict what one tile of each pass takes, by the cost model."""
-    tiles = [plan.stages[p.stage].tile_count for p in plan.passes]
+    tiles = [plan.segments[p.segment].tile_count for p in plan.passes]
     shares = sum(share / count for share, count in zip(plan.pass_shares, tiles, strict=True))
     return plan.workers * shares * plan.predicted_seconds
 

@@ -10,8 +10,8 @@ import torch
 from gigagrad.devices import Device
 from gigagrad.execution.tile_program import TilePrograms
 from gigagrad.graphs import Graph
-from gigagrad.plans import Grid, Parts, Plan, Problem, Stage, estimate, split_stages
-from gigagrad.plans.parts import parts_of
+from gigagrad.plans import Chunks, Grid, Plan, Problem, Segment, estimate, split_segments
+from gigagrad.plans.chunks import chunks_of
 from gigagrad.plans.plan import amount_of, total
 from gigagrad.stores import Rounding
 
@@ -32,7 +32,7 @@ class Prepared:
     ran: bool = False
     taken: tuple[float, ...] | None = None
     """Seconds that each pass took when this ran last; None before, and after streams, in which others have a part."""
-    _parts: dict[tuple[object, ...], Parts] = field(default_factory=dict)
+    _chunks: dict[tuple[object, ...], Chunks] = field(default_factory=dict)
 
     @property
     def graph(self) -> Graph:
@@ -43,7 +43,7 @@ class Prepared:
         return self.problem.rounding
 
     @property
-    def stages(self) -> tuple[Stage, ...]:
+    def segments(self) -> tuple[Segment, ...]:
         return self.plan.computed
 
     @property
@@ -51,16 +51,16 @@ class Prepared:
         """Bytes that the process holds beside the tiles, with what kernels add."""
         return total(self.problem.held) + amount_of(self.plan.fixed, estimate.COMPILED)
 
-    def parts(self, stage: int) -> Parts:
-        """Return the parts of a stage's tiles: worked out once, whatever runs."""
-        described = self.plan.stages[stage]
-        key = stage, described.tile, described.parts
-        if key not in self._parts:
-            self._parts[key] = parts_of(self.graph, described)
-        return self._parts[key]
+    def chunks(self, segment: int) -> Chunks:
+        """Return the chunks of a segment's tiles: worked out once, whatever runs."""
+        described = self.plan.segments[segment]
+        key = segment, described.tile, described.chunks
+        if key not in self._chunks:
+            self._chunks[key] = chunks_of(self.graph, described)
+        return self._chunks[key]
 
-    def grid(self, stage: Stage) -> Grid:
-        return self.parts(stage.index).grid
+    def grid(self, segment: Segment) -> Grid:
+        return self.chunks(segment.index).grid
 
     @property
     def layout(self) -> torch.memory_format:
@@ -78,7 +78,7 @@ def plan_key(plan: Plan) -> PlanKey:
         "memory_format": plan.memory_format,
         "workers": plan.workers,
         "threads": plan.threads,
-        "tiles": [list(stage.tile) for stage in plan.stages],
+        "tiles": [list(segment.tile) for segment in plan.segments],
         "kept": [[field.node, field.tier] for field in plan.kept],
         "whole": plan.whole is not None,
         "whole_pixels": plan.whole_pixels,
@@ -101,7 +101,7 @@ def read_plan_key(data: PlanKey) -> PlanKey:
 
 
 def suits(key: PlanKey, graph: Graph) -> bool:
-    """Say whether a graph has these fields and as many stages: it may come from another version of a model."""
+    """Say whether a graph has these fields and as many segments: it may come from another version of a model."""
     if key["whole"]:
         return True
     if key["whole_pixels"] and graph.coarse_whole is None:
@@ -109,4 +109,4 @@ def suits(key: PlanKey, graph: Graph) -> bool:
     graph = graph.with_whole(key["whole_pixels"])
     fields = [node for node, _ in key["kept"]]
     computed = all(i < len(graph.nodes) and graph[i].is_field and not graph[i].is_source for i in fields)
-    return computed and len(split_stages(graph, fields)) == len(key["tiles"])
+    return computed and len(split_segments(graph, fields)) == len(key["tiles"])

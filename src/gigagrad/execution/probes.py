@@ -9,8 +9,8 @@ from gigagrad.devices import MemoryGuard
 from gigagrad.events import Events, Notice, TileDone
 from gigagrad.execution.executor import Executor
 from gigagrad.execution.prepared import Prepared
+from gigagrad.plans.chunks import waiting_sums
 from gigagrad.plans.memory import gradient_sum_bytes
-from gigagrad.plans.parts import waiting_sums
 
 _PRIOR = 0.1
 """The share of a step's tiles that the plan's own seconds stand for."""
@@ -51,8 +51,8 @@ class Progress(Probe):
 
     def pass_begins(self, index: int, fresh_bytes: int) -> None:
         self._passes_began.append(time.perf_counter())
-        stage = self._plan.stages[self._plan.passes[index].stage]
-        self._of_tile = self._foretold[index] / stage.tile_count
+        segment = self._plan.segments[self._plan.passes[index].segment]
+        self._of_tile = self._foretold[index] / segment.tile_count
 
     def tile_done(self, phase: str) -> None:
         self._done += 1
@@ -73,13 +73,13 @@ class Memory(Probe):
     def pass_begins(self, index: int, fresh_bytes: int) -> None:
         prepared, plan = self._prepared, self._prepared.plan
         step = plan.passes[index]
-        planned = plan.stages[step.stage]
+        planned = plan.segments[step.segment]
         self._tile_bytes = planned.tile_peak_bytes
         self._watch.begin_pass(plan.workers * self._tile_bytes, planned.beside_bytes, planned.largest_block_bytes)
         self._executor.let_go()
         forward = step.phase == "forward"
         sums = 0 if forward else gradient_sum_bytes(prepared.graph, planned.computes, prepared.device.sum_dtype)
-        sums *= 1 + waiting_sums(planned.parts, planned.tile_count)
+        sums *= 1 + waiting_sums(planned.chunks, planned.tile_count)
         self._watch.reserve(sums + fresh_bytes)
 
     def tile_done(self, phase: str) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Container, Mapping
 import torch
 
 from gigagrad.graphs import Call, Gains, Graph, Node, lookup
-from gigagrad.plans import Stage
+from gigagrad.plans import Segment
 from gigagrad.stores.rounding import Norms, noisy_shares
 
 NEWEST = 0.1
@@ -21,27 +21,27 @@ NEWEST = 0.1
 
 
 def error_gains(
-    graph: Graph, stage: Stage, quantised: Container[int], values: Mapping[int, torch.Tensor]
+    graph: Graph, segment: Segment, quantised: Container[int], values: Mapping[int, torch.Tensor]
 ) -> dict[int, torch.Tensor]:
-    """Return by convolution of the stage the factor `(C,)` on the stored errors in each channel that it reads.
+    """Return by convolution of the segment the factor `(C,)` on the stored errors in each channel that it reads.
 
     Errors of different fields are independent, and their squares add up. Where values of one field come together, or an
     operator repeats them, the factor is that of the worst case. Convolutions that read nothing quantised are left out,
-    and those behind operators that errors pass in other ways. `values` are the global values that the stage reads.
+    and those behind operators that errors pass in other ways. `values` are the global values that the segment reads.
     """
     gains: dict[int, Gains | None] = {}
-    for i in (*stage.reads, *stage.fields):
+    for i in (*segment.reads, *segment.fields):
         node = graph[i]
         if len(node.shape) != 4 or node.axes != (-2, -1):
             gains[i] = None
         elif i in quantised:
             gains[i] = {i: torch.ones(node.shape[1], dtype=torch.float64)}
-        elif i in stage.reads:
+        elif i in segment.reads:
             gains[i] = {}
         else:
             gains[i] = _passed_on(graph, node, gains, values)
     found = {}
-    for i in stage.fields:
+    for i in segment.fields:
         read = gains[graph[i].operands[0]] if lookup(graph[i].op).errors_reach_weight else None
         if read:
             found[i] = torch.stack(list(read.values())).square().sum(0).sqrt()

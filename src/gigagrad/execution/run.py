@@ -1,8 +1,8 @@
-"""Run a plan over one image: pass after pass, from the first stage's tiles to the last gradient.
+"""Run a plan over one image: pass after pass, from the first segment's tiles to the last gradient.
 
-Map-reduce autodiff. Forward, each stage maps over its tiles, merges partial reductions and keeps the fields that the
+Map-reduce autodiff. Forward, each segment maps over its tiles, merges partial reductions and keeps the fields that the
 plan names. Between passes the global values are computed once. Backward, each tile runs again with autograd on: its
-vector-Jacobian product, for the final cotangents of the stage's reductions and of its kept fields, is added into one
+vector-Jacobian product, for the final cotangents of the segment's reductions and of its kept fields, is added into one
 float64 sum per parameter and into the cotangents of the fields it read.
 """
 
@@ -33,9 +33,9 @@ from gigagrad.execution.sources import Source
 from gigagrad.execution.tile_loops import Piece, TileLoops
 from gigagrad.execution.tracebacks import empty_frames
 from gigagrad.graphs import FIELD_BINS, GATHER
-from gigagrad.plans import Stage, Tiles
+from gigagrad.plans import Segment, Tiles
 from gigagrad.plans.program import Allocate, Buffer, Exchange, Gather, Release, Scalars
-from gigagrad.plans.stages import Cotangents, differentiable_reductions, last_cotangents
+from gigagrad.plans.segments import Cotangents, differentiable_reductions, last_cotangents
 from gigagrad.ranks import Ranks, SingleRank
 from gigagrad.stores import Quantised
 from gigagrad.threads import SideThreads, uninterrupted
@@ -61,9 +61,9 @@ class Run:
         ranks: Ranks | None = None,
         journal: Path | None = None,
     ) -> None:
-        """Prepare a run; `draws`: what random operators draw from. `ranks`: who computes this run's parts, all with the
-        same plan; by itself unless others are named. `journal`: a folder where finished parts are written down, until
-        the run is over.
+        """Prepare a run; `draws`: what random operators draw from. `ranks`: who computes this run's chunks, all with
+        the same plan; by itself unless others are named. `journal`: a folder where finished chunks are written down,
+        until the run is over.
         """
         ranks = ranks or SingleRank()
         plan, device = prepared.plan, prepared.device
@@ -99,8 +99,8 @@ class Run:
             self.journal,
         )
         self.pass_seconds: tuple[float, ...] | None = None
-        """Seconds that each pass took, once `run` is over; None where parts of it were in the journal, and in a stream:
-        whoever takes the pieces has a part in that."""
+        """Seconds that each pass took, once `run` is over; None where chunks of it were in the journal, and in a
+        stream: whoever takes the pieces has a part in that."""
         self._index, self._started = 0, False
         self._result: PassResult | None = None
         self._totals: tuple[Values, Values] = ({}, {})
@@ -146,7 +146,7 @@ class Run:
         """Run every pass of the plan. Raises StoreError, and CotangentOverflow if the run should begin anew."""
         for _ in self._passes():
             pass
-        if self._first:  # all have met behind their last parts
+        if self._first:  # all have met behind their last chunks
             self.journal.close()
         self.pass_seconds = None if self.journal.taken else self._progress.pass_seconds
 
@@ -177,7 +177,7 @@ class Run:
             elif isinstance(step, Gather):
                 self._comm.gather(step, [self._scalars.gradients] if step.gradients else self._totals)
             elif isinstance(step, Scalars):
-                self._backward_rest() if step.stage is None else self._compute()
+                self._backward_rest() if step.segment is None else self._compute()
             elif isinstance(step, Release):
                 self._buffers.release(step.keys)
         if self._scalars.backward:
@@ -195,32 +195,32 @@ class Run:
     def _compute_tiles(self, step: Tiles) -> Generator[Piece, None, PassResult]:
         if step.phase == "forward":
             return (yield from self._tile_loops.forward(step))
-        stage = self._prepared.stages[step.stage]
-        cotangents = self._known_cotangents(stage) if step.phase == "one pass" else self._cotangents(stage)
-        self._settle(stage, cotangents)
+        segment = self._prepared.segments[step.segment]
+        cotangents = self._known_cotangents(segment) if step.phase == "one pass" else self._cotangents(segment)
+        self._settle(segment, cotangents)
         return (yield from self._tile_loops.gradients(step, cotangents))
 
-    def _known_cotangents(self, stage: Stage) -> Values:
-        """Return the cotangents of the last stage's reductions, forward and backward at once: known beforehand, but for
-        a factor.
+    def _known_cotangents(self, segment: Segment) -> Values:
+        """Return the cotangents of the last segment's reductions, forward and backward at once: known beforehand, but
+        for a factor.
         """
-        if last_cotangents(self._graph, stage) is Cotangents.AFFINE:
-            return self._scalars.constant_cotangents(stage)
-        (varying,) = differentiable_reductions(self._graph, stage)
+        if last_cotangents(self._graph, segment) is Cotangents.AFFINE:
+            return self._scalars.constant_cotangents(segment)
+        (varying,) = differentiable_reductions(self._graph, segment)
         node = self._graph[varying]
         return {varying: torch.ones(node.shape, dtype=node.dtype, device=self._prepared.device.torch_device)}
 
-    def _cotangents(self, stage: Stage) -> Values:
-        """Return the cotangents of a stage's reductions, when all values are known; add those of gathered fields to
+    def _cotangents(self, segment: Segment) -> Values:
+        """Return the cotangents of a segment's reductions, when all values are known; add those of gathered fields to
         theirs.
         """
         self._start()
-        self._backward_from(self._scalars.level_of(stage))
+        self._backward_from(self._scalars.level_of(segment))
         cotangents = {}
-        for reduction in differentiable_reductions(self._graph, stage):
+        for reduction in differentiable_reductions(self._graph, segment):
             found = self._scalars.cotangent(reduction)
             cotangents[reduction] = torch.zeros_like(self._scalars.values[reduction]) if found is None else found
-        for field in stage.kept:
+        for field in segment.kept:
             for gathering in self._graph.gathers(field):
                 whole = self._scalars.cotangent(gathering)
                 if whole is not None:
@@ -233,39 +233,39 @@ class Run:
         the gradients of a pass to what they are gradients of.
         """
         assert self._result is not None
-        (step, stage), (totals, reduced) = (self._result.step, self._result.stage), self._totals
+        (step, segment), (totals, reduced) = (self._result.step, self._result.segment), self._totals
         self._result, self._totals = None, ({}, {})
         self._tile_loops.forget()
         if step.phase != "backward":
-            for reduction in stage.reductions:
+            for reduction in segment.reductions:
                 self._scalars.put(reduction, laid_out(reduced.pop(reduction).to(self._graph[reduction].dtype)))
-            for field in stage.kept:
+            for field in segment.kept:
                 for gathering in self._graph.gathers(field):
                     self._scalars.put(gathering, self._buffers.whole(field))
             self._scalars.compute()
         if step.phase == "forward":
             return
         if (times := self._scalars.scale.times) != 1:
-            self._scale(stage, totals, 1 / times)
+            self._scale(segment, totals, 1 / times)
         # What all ranks have, so that all begin anew; shares are looked at when they are put together.
         self._check(total for node_id, total in totals.items() if self._comm.is_whole(node_id))
         if step.phase == "one pass":
             self._start()
-            if last_cotangents(self._graph, stage) is Cotangents.SCALED:
-                self._backward_from(self._scalars.level_of(stage))
-                found = self._scalars.cotangent(differentiable_reductions(self._graph, stage)[0])
-                self._scale(stage, totals, 0.0 if found is None else found.item())
+            if last_cotangents(self._graph, segment) is Cotangents.SCALED:
+                self._backward_from(self._scalars.level_of(segment))
+                found = self._scalars.cotangent(differentiable_reductions(self._graph, segment)[0])
+                self._scale(segment, totals, 0.0 if found is None else found.item())
         for node_id in tuple(totals):
             is_parameter = self._graph[node_id].op == "parameter"
             accumulate = self._scalars.accumulate_share if is_parameter else self._scalars.accumulate
             accumulate(node_id, totals.pop(node_id))
         self._scalars.backward_parameters()
 
-    def _scale(self, stage: Stage, totals: Values, times: float) -> None:
+    def _scale(self, segment: Segment, totals: Values, times: float) -> None:
         """Multiply what a pass has summed: the cotangents turned out to be so many times as large."""
         for node_id, total in totals.items():
             totals[node_id] = total.to(self._prepared.device.sum_dtype) * times
-        self._tile_loops.errors.scale(stage.fields, times)
+        self._tile_loops.errors.scale(segment.fields, times)
 
     def _backward_rest(self) -> None:
         """Run backward what is left of the scalars."""
@@ -282,13 +282,13 @@ class Run:
         self._watch.reserve(self._scalars.coming_bytes)
         self._scalars.backward_from(level)
 
-    def _settle(self, stage: Stage, cotangents: Values) -> None:
+    def _settle(self, segment: Segment, cotangents: Values) -> None:
         """Settle the scale of cotangents in float16, by those that enter fields now and the pixels of a tile that sum
         them.
         """
         if not cotangents or not self._scalars.scale.is_needed:
             return
-        tile, pixels, entering = self._prepared.grid(stage)[0], 1, []
+        tile, pixels, entering = self._prepared.grid(segment)[0], 1, []
         for i, cotangent in cotangents.items():
             reduction, field = self._graph[i], self._graph[self._graph[i].operands[0]]
             pixels = max(pixels, tile.wanted(field.id).area)

@@ -1,8 +1,8 @@
 """The global values of a run and their gradients: arithmetic on reductions and parameters, on PyTorch's autograd.
 
 Leaves of the graph are the parameters, the reductions and the fields that whole-field operators read. Cotangents arrive
-from the passes (of every global that fields read) and from the loss; they go backward to the leaves stage by stage,
-each part of the graph as rarely as the order of the stages allows.
+from the passes (of every global that fields read) and from the loss; they go backward to the leaves segment by segment,
+each part of the graph as rarely as the order of the segments allows.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from gigagrad.execution.seeds import drawing, seed_of
 from gigagrad.graphs import GATHER, Graph
 from gigagrad.graphs.graph import substitute
 from gigagrad.graphs.operators import call as call_operator
-from gigagrad.plans import Stage, levels
+from gigagrad.plans import Segment, levels
 from gigagrad.plans.memory import passing_values
 from gigagrad.plans.partition import gradient_dtype
-from gigagrad.plans.stages import differentiable_reductions
+from gigagrad.plans.segments import differentiable_reductions
 
 Values = dict[int, torch.Tensor]
 
@@ -79,7 +79,7 @@ class ScalarGraph:
         self.scale = GradientScale(graph, overflows)
         self.values: Values = {}
         self.gradients: Values = {}
-        """Shares of the parameters' gradients by node: sums over a stage's tiles, which are in float64, rounded and
+        """Shares of the parameters' gradients by node: sums over a segment's tiles, which are in float64, rounded and
         added up.
         """
         self._level = levels(graph, kept)
@@ -214,24 +214,24 @@ class ScalarGraph:
         waiting = self._late - self.gradients.keys()
         return sum(self.graph[i].nbytes for i in waiting if self.graph[i].differentiable)
 
-    def level_of(self, stage: Stage) -> int:
-        """Return the number of passes that must have ended before what a stage delivers is known."""
-        return max(self._level[i] for i in stage.targets(self.graph)) + 1
+    def level_of(self, segment: Segment) -> int:
+        """Return the number of passes that must have ended before what a segment delivers is known."""
+        return max(self._level[i] for i in segment.targets(self.graph)) + 1
 
     def cotangent(self, leaf: int) -> torch.Tensor | None:
         """Return what has arrived at a reduction or, in the fields' scale, at a gathered field; None if nothing has."""
         return self._cotangents.get(leaf)
 
-    def constant_cotangents(self, stage: Stage) -> Values:
-        """Return the cotangents of the last stage's reductions where they do not depend on any of its sums."""
-        varying = differentiable_reductions(self.graph, stage)
+    def constant_cotangents(self, segment: Segment) -> Values:
+        """Return the cotangents of the last segment's reductions where they do not depend on any of its sums."""
+        varying = differentiable_reductions(self.graph, segment)
         values = dict(self.values)
         leaves = {}
-        for reduction in stage.reductions:
+        for reduction in segment.reductions:
             node = self.graph[reduction]
             leaf = torch.zeros(node.shape, dtype=node.dtype, device=self._device.torch_device)
             values[reduction] = leaves[reduction] = leaf.requires_grad_(node.differentiable)
-        behind = set(stage.reductions)
+        behind = set(segment.reductions)
         with torch.enable_grad():
             for node in self.graph.nodes:
                 if not (node.is_field or node.id in values) and not behind.isdisjoint(node.operands):

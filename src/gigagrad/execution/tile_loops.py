@@ -1,7 +1,7 @@
-"""Loop over the tiles of a stage in order: read, compute, add, write.
+"""Loop over the tiles of a segment in order: read, compute, add, write.
 
-Tiles are disjoint, so what they add up to is the whole image's. Sums are in float64 and made of the parts that a plan
-fixes (plans/parts.py), so that two runs of one plan give the same bits, whoever computes the tiles.
+Tiles are disjoint, so what they add up to is the whole image's. Sums are in float64 and made of the chunks that a plan
+fixes (plans/chunks.py), so that two runs of one plan give the same bits, whoever computes the tiles.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from gigagrad.execution.buffers import Buffers
 from gigagrad.execution.comm import Comm, PassResult
 from gigagrad.execution.executor import Executor
 from gigagrad.execution.gradient_scale import multiplied
-from gigagrad.execution.journal import Entry, Journal, PartRecord, first_reached, written
+from gigagrad.execution.journal import ChunkRecord, Entry, Journal, first_reached, written
 from gigagrad.execution.layout import aligned
 from gigagrad.execution.ordered_sum import OrderedSum
 from gigagrad.execution.prepared import Prepared
@@ -29,16 +29,16 @@ from gigagrad.execution.rounding_error import RoundingErrors, Watch, error_gains
 from gigagrad.execution.scalars import ScalarGraph, Values
 from gigagrad.execution.sources import read_ahead
 from gigagrad.execution.tile_program import PassContext, TileInputs
-from gigagrad.plans import Parts, Stage, TileGeometry, Tiles, estimate
+from gigagrad.plans import Chunks, Segment, TileGeometry, Tiles, estimate
 from gigagrad.plans.plan import amount_of
-from gigagrad.plans.stages import summed_globals
+from gigagrad.plans.segments import summed_globals
 from gigagrad.stores import Quantised
 from gigagrad.threads import SideThreads
 
 Result = TypeVar("Result")
 Piece = tuple[Box, torch.Tensor]
 Item = tuple[int, TileGeometry, TileInputs]
-"""A tile of a part, and what it is computed from."""
+"""A tile of a chunk, and what it is computed from."""
 
 
 class TileLoops:
@@ -69,59 +69,67 @@ class TileLoops:
         """Weights in the layout of tiles, for all passes."""
 
     def forward(self, step: Tiles) -> Generator[Piece, None, PassResult]:
-        """Compute the tiles without gradients. Yields the boxes and crops of the output field, if it is this stage's.
+        """Compute the tiles without gradients. Yields the boxes and crops of the output field, if it is this segment's.
 
         What tiles keep does not overlap, so whoever computes a tile writes it; only sums wait for their turn.
         """
-        stage = self._prepared.stages[step.stage]
-        programs, context, boundary = self._prepared.programs.of(stage), self._context(stage), self._boundary(stage)
-        self._sums = sums_of_parts = self._comm.new_sums(step)
+        segment = self._prepared.segments[step.segment]
+        programs, context, boundary = (
+            self._prepared.programs.of(segment),
+            self._context(segment),
+            self._boundary(segment),
+        )
+        self._sums = sums_of_chunks = self._comm.new_sums(step)
 
         def work(item: Item) -> tuple[TileGeometry, Values, torch.Tensor | None]:
             _, tile, inputs = item
             program = programs.at(tile)
             with torch.no_grad():
                 shares = program.run(tile, inputs.crops, boundary, context)
-                for i in stage.kept:
+                for i in segment.kept:
                     if i in shares:
                         self._buffers.kept[i].write(tile.wanted(i), shares[i])
-                output = None if stage.output is None else shares.get(stage.output)
+                output = None if segment.output is None else shares.get(segment.output)
                 return tile, program.partial_sums(tile, shares), output
 
-        parts, own = self._comm.own(step)
-        stores = {i: self._buffers.stored[i] for i in stage.kept}
-        record = PartRecord(parts, stores, written, [(sums_of_parts, self._comm.shapes(stage.reductions))])
-        for part, found in self._by_part(stage, parts, own, work, backward=False):
+        chunks, own = self._comm.own(step)
+        stores = {i: self._buffers.stored[i] for i in segment.kept}
+        record = ChunkRecord(chunks, stores, written, [(sums_of_chunks, self._comm.shapes(segment.reductions))])
+        for chunk, found in self._by_chunk(segment, chunks, own, work, backward=False):
             if isinstance(found, Entry):
-                record.take(part, found)
-                self._tell("forward", len(parts.tiles(part)))
+                record.take(chunk, found)
+                self._tell("forward", len(chunks.tiles(chunk)))
                 continue
             for tile, sums, output in found:
-                sums_of_parts.add(part, sums)
+                sums_of_chunks.add(chunk, sums)
                 self._tell("forward")
                 if output is not None:
-                    assert stage.output is not None
-                    yield tile.wanted(stage.output), output
-            self._journal.write(part, record.tensors(part))
-        return PassResult(step, stage, stores, reduced=sums_of_parts)
+                    assert segment.output is not None
+                    yield tile.wanted(segment.output), output
+            self._journal.write(chunk, record.tensors(chunk))
+        return PassResult(step, segment, stores, reduced=sums_of_chunks)
 
     def gradients(self, step: Tiles, cotangents: Values) -> Generator[Piece, None, PassResult]:
         """Compute the vector-Jacobian products of all tiles: sums for global values; the cotangents of fields that the
-        stage reads are added to theirs. In one pass its reductions are computed as well. Yields the strips of an
+        segment reads are added to theirs. In one pass its reductions are computed as well. Yields the strips of an
         image's gradient that is handed over.
         """
-        stage, merge = self._prepared.stages[step.stage], step.phase == "one pass"
-        programs, context, boundary = self._prepared.programs.of(stage), self._context(stage), self._boundary(stage)
-        leaves = summed_globals(self._graph, stage)
-        known = {} if merge else {i: self._scalars.values[i].detach() for i in stage.reductions}
-        fields = [i for i in stage.reads if i in self._buffers.cotangents]
-        gains = error_gains(self._graph, stage, self._quantised, boundary)
-        handed = self._buffers.handed_in(stage)
-        parts, own = self._comm.own(step)
+        segment, merge = self._prepared.segments[step.segment], step.phase == "one pass"
+        programs, context, boundary = (
+            self._prepared.programs.of(segment),
+            self._context(segment),
+            self._boundary(segment),
+        )
+        leaves = summed_globals(self._graph, segment)
+        known = {} if merge else {i: self._scalars.values[i].detach() for i in segment.reductions}
+        fields = [i for i in segment.reads if i in self._buffers.cotangents]
+        gains = error_gains(self._graph, segment, self._quantised, boundary)
+        handed = self._buffers.handed_in(segment)
+        chunks, own = self._comm.own(step)
         if handed is not None:
-            parts = Parts(parts.grid, len(parts), by_rows=True)
-        finished = [] if handed is None else parts.grid.finished_rows(handed)
-        overlaps = {i: self._comm.new_overlap(step, parts, i, self._buffers.cotangents[i]) for i in fields}
+            chunks = Chunks(chunks.grid, len(chunks), by_rows=True)
+        finished = [] if handed is None else chunks.grid.finished_rows(handed)
+        overlaps = {i: self._comm.new_overlap(step, chunks, i, self._buffers.cotangents[i]) for i in fields}
         times = self._scalars.scale.times
         cotangents = {i: multiplied(cotangent, times) for i, cotangent in cotangents.items()}
 
@@ -137,22 +145,22 @@ class TileLoops:
         merged = self._sums
         summed = [(gradients, self._comm.shapes(leaves))]
         if merge:
-            summed.append((merged, self._comm.shapes(stage.reductions)))
+            summed.append((merged, self._comm.shapes(segment.reductions)))
         stores = {i: self._buffers.cotangents[i] for i in overlaps}
-        record = PartRecord(parts, stores, first_reached, summed, overlaps)
-        for part, found in self._by_part(stage, parts, own, work, backward=True):
+        record = ChunkRecord(chunks, stores, first_reached, summed, overlaps)
+        for chunk, found in self._by_chunk(segment, chunks, own, work, backward=True):
             for overlap in overlaps.values():
-                overlap.begin(part)
-            count = len(parts.tiles(part))
+                overlap.begin(chunk)
+            count = len(chunks.tiles(chunk))
             if isinstance(found, Entry):
-                record.take(part, found)
+                record.take(chunk, found)
                 self._tell("backward", count)
                 continue
             left = count
             for tile, sums, shares, crops, watch in found:  # enumerate would hold the last ones
                 left -= 1
                 self.errors.add(watch.norms)
-                gradients.add(part, shares)
+                gradients.add(chunk, shares)
                 for field, gradient in crops.items():
                     box = tile.box(field)
                     assert box is not None
@@ -161,16 +169,16 @@ class TileLoops:
                     for overlap in overlaps.values():
                         overlap.end()
                 if merge:
-                    merged.add(part, sums)
+                    merged.add(chunk, sums)
                 del sums, shares, crops  # the next tile would be computed beside them
                 self._tell("backward")
                 if handed is not None:
-                    rows, waits = finished[(tile.id + 1) // parts.grid.shape[1]], overlaps[handed].waits_from
+                    rows, waits = finished[(tile.id + 1) // chunks.grid.shape[1]], overlaps[handed].waits_from
                     yield from self._buffers.take(handed, rows if waits is None else min(rows, waits))
-            self._journal.write(part, record.tensors(part))
+            self._journal.write(chunk, record.tensors(chunk))
         if handed is not None:
             yield from self._buffers.take(handed, finished[-1])
-        return PassResult(step, stage, stores, overlaps, gradients, merged if merge else None)
+        return PassResult(step, segment, stores, overlaps, gradients, merged if merge else None)
 
     def forget(self) -> None:
         """Give back what was merged: there will be no results."""
@@ -180,13 +188,13 @@ class TileLoops:
         """Give back what serves all passes."""
         self._weights.clear()
 
-    def _context(self, stage: Stage) -> PassContext:
-        roundings = {i: self._buffers.roundings[i] for i in stage.kept if i in self._buffers.roundings}
+    def _context(self, segment: Segment) -> PassContext:
+        roundings = {i: self._buffers.roundings[i] for i in segment.kept if i in self._buffers.roundings}
         return PassContext(self._prepared.layout, roundings, partial(self._watch.reserve, for_tile=True))
 
-    def _boundary(self, stage: Stage) -> Values:
-        """Return the globals a stage reads, detached, as kernels read them."""
-        return {i: self._weights[i] if i in self._weights else self._global(i) for i in stage.globals}
+    def _boundary(self, segment: Segment) -> Values:
+        """Return the globals a segment reads, detached, as kernels read them."""
+        return {i: self._weights[i] if i in self._weights else self._global(i) for i in segment.globals}
 
     def _global(self, node_id: int) -> torch.Tensor:
         value = self._scalars.values[node_id].detach()
@@ -196,30 +204,30 @@ class TileLoops:
             self._weights[node_id] = value
         return value
 
-    def _by_part(
-        self, stage: Stage, parts: Parts, own: range, work: Callable[[Item], Result], *, backward: bool
+    def _by_chunk(
+        self, segment: Segment, chunks: Chunks, own: range, work: Callable[[Item], Result], *, backward: bool
     ) -> Iterator[tuple[int, Entry | Iterator[Result]]]:
-        """Yield for each part that has tiles what its tiles give, or what the journal has of it."""
-        there = [part for part in parts.filled if part in own]
+        """Yield for each chunk that has tiles what its tiles give, or what the journal has of it."""
+        there = [chunk for chunk in chunks.filled if chunk in own]
         with ExitStack() as stack:
-            entries = {part: self._entry(stage, parts, part) for part in there} if self._journal.is_kept else {}
+            entries = {chunk: self._entry(segment, chunks, chunk) for chunk in there} if self._journal.is_kept else {}
             for entry in filter(None, entries.values()):
                 stack.callback(entry.close)
-            missing = [part for part in there if not entries.get(part)]
-            results = self._results(stage, parts, missing, work, backward=backward)
-            for part in there:
-                yield part, entries.get(part) or islice(results, len(parts.tiles(part)))
+            missing = [chunk for chunk in there if not entries.get(chunk)]
+            results = self._results(segment, chunks, missing, work, backward=backward)
+            for chunk in there:
+                yield chunk, entries.get(chunk) or islice(results, len(chunks.tiles(chunk)))
             more = next(results, None)  # and so it ends here, not when it is garbage
             assert more is None
 
-    def _entry(self, stage: Stage, parts: Parts, part: int) -> Entry | None:
-        """Return what the journal has of a part, if it was computed from what the images hold now."""
-        entry = self._journal.entry(part)
+    def _entry(self, segment: Segment, chunks: Chunks, chunk: int) -> Entry | None:
+        """Return what the journal has of a chunk, if it was computed from what the images hold now."""
+        entry = self._journal.entry(chunk)
         if entry is None:
             return None
-        for position in parts.tiles(part):
-            self._journal.reads(part, self._journal.hash_of(self._buffers.images(stage, parts.tile(position))))
-        if self._journal.has_read(part) == entry.read_by:
+        for position in chunks.tiles(chunk):
+            self._journal.reads(chunk, self._journal.hash_of(self._buffers.images(segment, chunks.tile(position))))
+        if self._journal.has_read(chunk) == entry.read_by:
             self._journal.taken += 1
             return entry
         entry.close()
@@ -227,23 +235,23 @@ class TileLoops:
         return None
 
     def _results(
-        self, stage: Stage, parts: Parts, chosen: Sequence[int], work: Callable[[Item], Result], *, backward: bool
+        self, segment: Segment, chunks: Chunks, chosen: Sequence[int], work: Callable[[Item], Result], *, backward: bool
     ) -> Iterator[Result]:
-        """Yield what `work` makes of every tile and what it reads, in the order of the parts."""
+        """Yield what `work` makes of every tile and what it reads, in the order of the chunks."""
         watch = self._watch
-        tiles = ((part, parts.tile(position)) for part in chosen for position in parts.tiles(part))
+        tiles = ((chunk, chunks.tile(position)) for chunk in chosen for position in chunks.tiles(chunk))
 
         def read_for(numbered: tuple[int, TileGeometry]) -> tuple[TileInputs, bytes]:
-            inputs = self._buffers.inputs(stage, numbered[1], backward=backward)
+            inputs = self._buffers.inputs(segment, numbered[1], backward=backward)
             images = {i: crop for i, crop in inputs.crops.items() if self._graph[i].is_source}
             return inputs, self._journal.hash_of(images)
 
         def in_turn(numbered: tuple[int, TileGeometry], found: tuple[TileInputs, bytes]) -> Item:
-            (part, tile), (inputs, tile_hash) = numbered, found
-            self._journal.reads(part, tile_hash)
-            return part, tile, inputs
+            (chunk, tile), (inputs, tile_hash) = numbered, found
+            self._journal.reads(chunk, tile_hash)
+            return chunk, tile, inputs
 
-        alone = sum(len(parts.tiles(part)) for part in chosen) == 1  # then nothing is computed meanwhile
+        alone = sum(len(chunks.tiles(chunk)) for chunk in chosen) == 1  # then nothing is computed meanwhile
         ready = ((each, read_for(each)) for each in tiles) if alone else read_ahead(tiles, read_for, self._readers)
         read = (in_turn(*each) for each in ready)
 

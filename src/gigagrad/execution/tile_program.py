@@ -1,4 +1,4 @@
-"""Tile programs: a stage's operators, bound once for all tiles that are alike, and run on one tile at a time.
+"""Tile programs: a segment's operators, bound once for all tiles that are alike, and run on one tile at a time.
 
 Two tiles are alike where their crops have the same sizes, lie in one another alike and touch the image's border alike:
 that is their signature. A program of one signature is a flat list of steps: a function, where its inputs are found and
@@ -25,15 +25,15 @@ from gigagrad.graphs import FIELD_BINS, MOMENTS, Call, Graph, Node, Site, lookup
 from gigagrad.graphs.crops import View, bound_view
 from gigagrad.graphs.op_rules import Bound
 from gigagrad.graphs.operators import call as call_operator
-from gigagrad.plans import Stage, TileGeometry
+from gigagrad.plans import Segment, TileGeometry
 from gigagrad.plans.geometry import AxisGeometry, reference
 from gigagrad.plans.memory import workspace_bytes
 from gigagrad.stores import Rounding
 
 _MOST_PROGRAMS: Final = 64
-"""Programs kept of a stage: where sizes are divided unevenly, few tiles may be alike."""
+"""Programs kept of a segment: where sizes are divided unevenly, few tiles may be alike."""
 _MOST_STEPS: Final = 256
-"""Steps kept of an operator, on average over those of a stage."""
+"""Steps kept of an operator, on average over those of a segment."""
 _MOST_PLACES: Final = 4
 """Places for which a function that depends on the place is kept: enough for an image of few tiles."""
 
@@ -44,12 +44,14 @@ _NONE: Final[Mapping[int, torch.Tensor]] = MappingProxyType({})
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TileInputs:
-    """Tensors that a tile is computed from, by node id. Backward, the shares of the stage's kept fields come along."""
+    """Tensors that a tile is computed from, by node id. Backward, the shares of the segment's kept fields come
+    along.
+    """
 
     crops: Values
-    """Crops of the fields that the stage reads."""
+    """Crops of the fields that the segment reads."""
     cotangents: Values
-    """Cotangents of the kept fields' shares, from later stages."""
+    """Cotangents of the kept fields' shares, from later segments."""
     stored: Values
     """The kept fields' shares themselves."""
 
@@ -67,29 +69,29 @@ class PassContext:
 
 
 class TilePrograms:
-    """The programs of a graph's stages, made when a tile first asks for one."""
+    """The programs of a graph's segments, made when a tile first asks for one."""
 
     def __init__(self, graph: Graph, device: torch.device) -> None:
         self._graph, self._device = graph, device
-        self._stages: dict[Stage, StagePrograms] = {}
+        self._segments: dict[Segment, SegmentPrograms] = {}
 
-    def of(self, stage: Stage) -> StagePrograms:
-        known = self._stages.get(stage)
-        return known or self._stages.setdefault(stage, StagePrograms(self._graph, stage, self._device))
+    def of(self, segment: Segment) -> SegmentPrograms:
+        known = self._segments.get(segment)
+        return known or self._segments.setdefault(segment, SegmentPrograms(self._graph, segment, self._device))
 
 
-class StagePrograms:
-    """The programs of one stage, by the signature of a tile."""
+class SegmentPrograms:
+    """The programs of one segment, by the signature of a tile."""
 
-    def __init__(self, graph: Graph, stage: Stage, device: torch.device) -> None:
-        self.graph, self.stage, self.device = graph, stage, device
-        self.targets = stage.targets(graph)
-        self.calls = [_on_device(Call(graph[i], graph.operands(graph[i])), device) for i in stage.fields]
-        self.places = {i: place for place, i in enumerate((*stage.globals, *stage.reads, *stage.fields))}
+    def __init__(self, graph: Graph, segment: Segment, device: torch.device) -> None:
+        self.graph, self.segment, self.device = graph, segment, device
+        self.targets = segment.targets(graph)
+        self.calls = [_on_device(Call(graph[i], graph.operands(graph[i])), device) for i in segment.fields]
+        self.places = {i: place for place, i in enumerate((*segment.globals, *segment.reads, *segment.fields))}
         """Places of values in the list that a tile's run fills; one more place is always empty."""
-        self.silent = frozenset(i for i in stage.kept if lookup(graph[i].op).backward_without_output)
+        self.silent = frozenset(i for i in segment.kept if lookup(graph[i].op).backward_without_output)
         """The kept fields whose operators need no output for their gradient."""
-        self._reference = reference(graph, stage)
+        self._reference = reference(graph, segment)
         self._forms: dict[tuple[int, Span], _Form] = {}
         self._known: dict[Hashable, _Form] = {}
         self._programs: dict[tuple[_Form, _Form], TileProgram] = {}
@@ -137,14 +139,14 @@ class StagePrograms:
 
         wanted = ((i, geometry.wanted[i]) for i in self.targets)
         return _Form(
-            tuple(spans[i].length if i in spans else 0 for i in self.stage.reads),
+            tuple(spans[i].length if i in spans else 0 for i in self.segment.reads),
             tuple(map(extent, self.calls)),
             tuple(None if span.empty else _Cut.of(span, spans[i]) for i, span in wanted),
         )
 
 
 class _Cut(NamedTuple):
-    """Part of a crop along one axis."""
+    """Chunk of a crop along one axis."""
 
     start: int
     length: int
@@ -161,7 +163,7 @@ class _Extent(NamedTuple):
 
     length: int
     cuts: tuple[_Cut | None, ...]
-    """Parts that it reads of its operands' crops."""
+    """Chunks that it reads of its operands' crops."""
     form: Hashable | None
     """See `OpRule.form`."""
 
@@ -174,7 +176,7 @@ class _Form:
     """Lengths of the crops of the fields read; 0 where there is none."""
     operators: tuple[_Extent | None, ...]
     shares: tuple[_Cut | None, ...]
-    """Parts of the targets' crops that are the tile's own."""
+    """Chunks of the targets' crops that are the tile's own."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -215,16 +217,16 @@ class _Step:
 class TileProgram:
     """The steps of all tiles of one signature."""
 
-    def __init__(self, programs: StagePrograms, tile: TileGeometry, y: _Form, x: _Form) -> None:
+    def __init__(self, programs: SegmentPrograms, tile: TileGeometry, y: _Form, x: _Form) -> None:
         """Take any `tile` of the signature `y`, `x`."""
-        graph, stage, places = programs.graph, programs.stage, programs.places
-        self.graph, self.stage, self._device = graph, stage, programs.device
+        graph, segment, places = programs.graph, programs.segment, programs.places
+        self.graph, self.segment, self._device = graph, segment, programs.device
         self._crops = [
             (i, graph[i].spatial, size)
-            for i, size in zip(stage.reads, zip(y.reads, x.reads, strict=True), strict=True)
+            for i, size in zip(segment.reads, zip(y.reads, x.reads, strict=True), strict=True)
             if all(size)
         ]
-        self._rest = [None] * (len(stage.fields) + 1)
+        self._rest = [None] * (len(segment.fields) + 1)
         extents = zip(programs.calls, y.operators, x.operators, strict=True)
         computed = [(call, tile, own_y, own_x) for call, own_y, own_x in extents if own_y and own_x]
         last = {i: call.node.id for call, *_ in computed for i in graph.reads[call.node.id]}
@@ -254,8 +256,8 @@ class TileProgram:
         values of `silent` targets are not computed then.
         """
         assert all((crops[i].shape[y], crops[i].shape[x]) == size for i, (y, x), size in self._crops)
-        values: list[Any] = [globals_[i] for i in self.stage.globals]
-        values += [crops.get(i) for i in self.stage.reads]
+        values: list[Any] = [globals_[i] for i in self.segment.globals]
+        values += [crops.get(i) for i in self.segment.reads]
         values += self._rest
         crops.clear()
         make_room, roundings = context.make_room, context.roundings
@@ -283,11 +285,11 @@ class TileProgram:
         return {i: values[place] if view is None else view(values[place]) for i, place, view in self._shares}
 
     def partial_sums(self, tile: TileGeometry, shares: Values, known: Mapping[int, torch.Tensor] = _NONE) -> Values:
-        """Compute the tile's contribution to each reduction of the stage whose field has a share. Those whose whole
+        """Compute the tile's contribution to each reduction of the segment whose field has a share. Those whose whole
         values are `known` are wanted for their gradients only.
         """
         sums = {}
-        for reduction in self.stage.reductions:
+        for reduction in self.segment.reductions:
             node = self.graph[reduction]
             read = node.operands[0]
             if read not in shares:
@@ -314,7 +316,7 @@ class TileProgram:
         known: Mapping[int, torch.Tensor] = _NONE,
     ) -> tuple[Values, Values, Values]:
         """Compute the tile's partial sums and its vector-Jacobian product: of these `leaves` among the globals, and of
-        these `fields` that the stage reads, the gradients that it has a share in. Where the sums are `known`, those
+        these `fields` that the segment reads, the gradients that it has a share in. Where the sums are `known`, those
         that are returned mean nothing.
         """
         # Of its own: two threads that make the gradient's node of one tensor can wait for each other for ever, one with
@@ -345,8 +347,8 @@ class TileProgram:
     ) -> tuple[Values, list[torch.Tensor], list[torch.Tensor]]:
         """Compute partial sums (off autograd's graph), and the tensors to differentiate with their cotangents.
 
-        A kept field's share gets its cotangent from later stages and from its own reductions. Where its operator needs
-        no output for its gradient, the share is not computed again: what the reductions need of it is stored.
+        A kept field's share gets its cotangent from later segments and from its own reductions. Where its operator
+        needs no output for its gradient, the share is not computed again: what the reductions need of it is stored.
         """
         with torch.enable_grad():
             stored = {i: inputs.stored[i].requires_grad_() for i in inputs.stored if i in self._without_values}
@@ -380,7 +382,9 @@ class TileProgram:
         return found
 
 
-def _step(programs: StagePrograms, call: Call, tile: TileGeometry, y: _Extent, x: _Extent, *, is_asked: bool) -> _Step:
+def _step(
+    programs: SegmentPrograms, call: Call, tile: TileGeometry, y: _Extent, x: _Extent, *, is_asked: bool
+) -> _Step:
     node, rule, places = call.node, lookup(call.node.op), programs.places
     inputs: list[tuple[int, View | None]] = []
     operand_bytes = 0

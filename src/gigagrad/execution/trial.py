@@ -12,8 +12,8 @@ from gigagrad.boxes import Box
 from gigagrad.execution.prepared import Prepared
 from gigagrad.execution.tile_program import PassContext, TileInputs
 from gigagrad.graphs import Node
-from gigagrad.plans import Grid, Stage
-from gigagrad.plans.stages import differentiable_reductions, summed_globals
+from gigagrad.plans import Grid, Segment
+from gigagrad.plans.segments import differentiable_reductions, summed_globals
 from gigagrad.stores import crop_shape
 from gigagrad.threads import operator_threads
 
@@ -32,10 +32,10 @@ def trial_seconds(prepared: Prepared, memory_format: str) -> tuple[float, ...]:
     whole = plan.whole_seconds / max(1, len(plan.passes))
     with operator_threads(plan.threads):
         for step in plan.passes:
-            stage = prepared.stages[step.stage]
-            seconds = _tile_seconds(prepared, stage, step.phase != "forward", layout)
-            computing = seconds * plan.stages[stage.index].tile_count / plan.workers
-            reading = problem.reading.seconds_of(problem.graph, stage)
+            segment = prepared.segments[step.segment]
+            seconds = _tile_seconds(prepared, segment, step.phase != "forward", layout)
+            computing = seconds * plan.segments[segment.index].tile_count / plan.workers
+            reading = problem.reading.seconds_of(problem.graph, segment)
             found.append(problem.reading.pass_seconds(reading, computing, plan.readers) + whole)
     return tuple(found)
 
@@ -46,8 +46,8 @@ def timed_passes(prepared: Prepared, memory_format: str) -> tuple[float, ...]:
     return tuple(map(min, zip(*runs, strict=True)))
 
 
-def _tile_seconds(prepared: Prepared, stage: Stage, backward: bool, layout: torch.memory_format) -> float:
-    graph, tile = prepared.graph, prepared.grid(stage).middle
+def _tile_seconds(prepared: Prepared, segment: Segment, backward: bool, layout: torch.memory_format) -> float:
+    graph, tile = prepared.graph, prepared.grid(segment).middle
     generator = torch.Generator().manual_seed(0)
 
     def values(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
@@ -59,23 +59,23 @@ def _tile_seconds(prepared: Prepared, stage: Stage, backward: bool, layout: torc
         return made.contiguous(memory_format=layout) if made.ndim == 4 else made
 
     crops, shares = {}, {}
-    for i in stage.reads:
+    for i in segment.reads:
         box = tile.box(i)
         if box is not None:
             crops[i] = values(_crop_shape(graph[i], box), graph[i].dtype)
-    for i in stage.kept:
+    for i in segment.kept:
         if graph[i].differentiable and not tile.wanted(i).empty:
             shares[i] = values(_crop_shape(graph[i], tile.wanted(i)), graph[i].dtype)
-    boundary = {i: values(graph[i].shape, graph[i].dtype) for i in stage.globals}
+    boundary = {i: values(graph[i].shape, graph[i].dtype) for i in segment.globals}
     ones = {
         r: torch.ones(graph[r].shape, dtype=graph[r].dtype, device=prepared.device.torch_device)
-        for r in differentiable_reductions(graph, stage)
+        for r in differentiable_reductions(graph, segment)
     }
-    program = prepared.programs.of(stage).at(tile)
+    program = prepared.programs.of(segment).at(tile)
     start = time.perf_counter()
     if backward:
         inputs = TileInputs(crops, shares, dict(shares))
-        leaves = summed_globals(graph, stage)
+        leaves = summed_globals(graph, segment)
         fields = [i for i in crops if graph[i].differentiable]
         program.gradients(tile, inputs, boundary, leaves, fields, ones, PassContext(layout))
     else:
@@ -96,7 +96,9 @@ def faster_layout(prepared: Prepared) -> tuple[str, tuple[float, ...]]:
     The two are compared on tiles of half the side, so that the slower one, which may need more memory than the plan
     counts on, stays below the plan's own peak.
     """
-    small = _with_tiles(prepared, [(max(1, h // 2), max(1, w // 2)) for h, w in (s.tile for s in prepared.plan.stages)])
+    small = _with_tiles(
+        prepared, [(max(1, h // 2), max(1, w // 2)) for h, w in (s.tile for s in prepared.plan.segments)]
+    )
     trial_seconds(small, "channels_last")  # the first run of every kernel is slower
     wins = losses = 0
     while wins < _WINS_NEEDED and losses <= _ROUNDS - _WINS_NEEDED:
@@ -107,8 +109,8 @@ def faster_layout(prepared: Prepared) -> tuple[str, tuple[float, ...]]:
 
 
 def _with_tiles(prepared: Prepared, tiles: list[tuple[int, int]]) -> Prepared:
-    stages = tuple(
-        dataclasses.replace(plan, tile=tile, tiles=Grid(prepared.graph, stage, tile).shape)
-        for plan, stage, tile in zip(prepared.plan.stages, prepared.stages, tiles, strict=True)
+    segments = tuple(
+        dataclasses.replace(plan, tile=tile, tiles=Grid(prepared.graph, segment, tile).shape)
+        for plan, segment, tile in zip(prepared.plan.segments, prepared.segments, tiles, strict=True)
     )
-    return dataclasses.replace(prepared, plan=dataclasses.replace(prepared.plan, stages=stages))
+    return dataclasses.replace(prepared, plan=dataclasses.replace(prepared.plan, segments=segments))

@@ -1,16 +1,16 @@
-"""Make a plan of a graph and a budget: stages, tile geometry, memory, cost. Nothing here runs anything."""
+"""Make a plan of a graph and a budget: segments, tile geometry, memory, cost. Nothing here runs anything."""
 
 from gigagrad.plans.advice import WORTH_SAYING, Advice, PlanAt, Point, advise, smallest_budget, trade_off
 from gigagrad.plans.check import PlanFault, check
 from gigagrad.plans.choose import make_plan
+from gigagrad.plans.chunks import Chunks
 from gigagrad.plans.cost import Costs
 from gigagrad.plans.geometry import Grid, TileGeometry
 from gigagrad.plans.liveness import lifetimes
-from gigagrad.plans.parts import Parts
-from gigagrad.plans.plan import EXACT, MEMORY, Amount, KeptField, Placement, Plan, StagePlan, WholeField, placements
+from gigagrad.plans.plan import EXACT, MEMORY, Amount, KeptField, Placement, Plan, SegmentPlan, WholeField, placements
 from gigagrad.plans.problem import Problem
 from gigagrad.plans.program import Tiles
-from gigagrad.plans.stages import Stage, levels, split_stages
+from gigagrad.plans.segments import Segment, levels, split_segments
 
 __all__ = [
     "EXACT",
@@ -18,18 +18,18 @@ __all__ = [
     "WORTH_SAYING",
     "Advice",
     "Amount",
+    "Chunks",
     "Costs",
     "Grid",
     "KeptField",
-    "Parts",
     "Placement",
     "Plan",
     "PlanAt",
     "PlanFault",
     "Point",
     "Problem",
-    "Stage",
-    "StagePlan",
+    "Segment",
+    "SegmentPlan",
     "TileGeometry",
     "Tiles",
     "WholeField",
@@ -40,6 +40,6 @@ __all__ = [
     "make_plan",
     "placements",
     "smallest_budget",
-    "split_stages",
+    "split_segments",
     "trade_off",
 ]

@@ -38,7 +38,7 @@ class Point:
     predicted_peak_bytes: int
     seconds: float
     kept: int
-    """Fields kept between stages."""
+    """Fields kept between segments."""
     kept_bytes: int
 
 
@@ -46,7 +46,7 @@ def smallest_budget(plan_at: PlanAt) -> tuple[int, Plan]:
     """Return the smallest budget that works, to a few percent and with room for what a process adds at will, and its
     plan.
 
-    A refusal names what its leanest tile would need, but another stage may need more, so each proposal is tried.
+    A refusal names what its leanest tile would need, but another segment may need more, so each proposal is tried.
     """
 
     def needed(budget: int) -> int:
@@ -110,14 +110,14 @@ MakePlan = Callable[[Problem], Plan]
 """Raises `BudgetError`."""
 
 WORTH_SAYING = 0.05
-"""Part of the time that has to be saved."""
+"""Chunk of the time that has to be saved."""
 _ENOUGH = 0.8
 """The least that saves so much of what can be saved is named."""
 _WORTH_MORE = 0.8
-"""More memory is named, too, where a step takes at most this part of that time."""
+"""More memory is named, too, where a step takes at most this share of that time."""
 _UNLIMITED = 1 << 60
 _SMALLER = (0.75, 0.5)
-"""Parts of what is kept in a tier without bounds that are tried, too: what gains little is kept there as well."""
+"""Chunks of what is kept in a tier without bounds that are tried, too: what gains little is kept there as well."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,7 +172,7 @@ class _Adviser:
         if most is None or not self._is_worth(most.modelled_seconds):
             return []
         kept_bytes = most.bytes_in(tier)
-        fewer = [self._plan(tier, int(part * kept_bytes)) for part in _SMALLER]
+        fewer = [self._plan(tier, int(chunk * kept_bytes)) for chunk in _SMALLER]
         plans = sorted((plan for plan in (most, *fewer) if plan is not None), key=lambda plan: plan.bytes_in(tier))
         enough = plans[self._enough([plan.modelled_seconds for plan in plans])].bytes_in(tier)
         has = self._problem.rooms.get(tier, 0)

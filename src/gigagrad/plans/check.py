@@ -14,16 +14,24 @@ from dataclasses import dataclass
 from gigagrad.boxes import Box, Span, without
 from gigagrad.graphs import GATHER, SCATTER, Graph
 from gigagrad.plans import estimate
+from gigagrad.plans.chunks import chunks_of
 from gigagrad.plans.emit import shared_by
 from gigagrad.plans.geometry import Grid
 from gigagrad.plans.liveness import kept_bytes
 from gigagrad.plans.memory import tile_peak_bytes, whole_field_bytes, worst_tile
 from gigagrad.plans.partition import how_summed, late_gradients
-from gigagrad.plans.parts import parts_of
-from gigagrad.plans.plan import Plan, StagePlan, amount_of
+from gigagrad.plans.plan import Plan, SegmentPlan, amount_of
 from gigagrad.plans.problem import Problem
 from gigagrad.plans.program import Allocate, Exchange, Gather, Key, Release, Scalars, Step, Tiles
-from gigagrad.plans.stages import Cotangents, Stage, gathered, is_read, last_cotangents, split_stages, summed_globals
+from gigagrad.plans.segments import (
+    Cotangents,
+    Segment,
+    gathered,
+    is_read,
+    last_cotangents,
+    split_segments,
+    summed_globals,
+)
 
 _ALL_LOOKED_AT = 96
 """Most tiles along an axis whose halos are all followed; of more only those at both borders and some between are."""
@@ -46,51 +54,51 @@ class PlanFault:
 def check(problem: Problem, plan: Plan) -> tuple[PlanFault, ...]:
     """Return the faults of a plan that was made for a problem, whatever machine and budget that names; none if sound.
 
-    Checked: the stages are those of the fields kept; tiles partition every target, and what they read lies inside the
+    Checked: the segments are those of the fields kept; tiles partition every target, and what they read lies inside the
     fields; what a pass reads is complete and in memory; reductions and whole fields are finished before they are used;
-    every stage that a gradient goes through is run backward once, after all that read its results; the sums of a pass
-    travel and become numbers before anything else; every part is computed once; what is taken is released, but for
+    every segment that a gradient goes through is run backward once, after all that read its results; the sums of a pass
+    travel and become numbers before anything else; every chunk is computed once; what is taken is released, but for
     results; bytes are those of the graph, and the peak is within the budget; ranks hold and send what the plan says.
     """
     if plan.whole:
         return tuple(_budget_faults(plan))
     problem = problem.of(plan.whole_pixels)
-    stages = split_stages(problem.graph, [field.node for field in plan.kept])
-    faults = list(_stage_faults(problem, plan, stages))
+    segments = split_segments(problem.graph, [field.node for field in plan.kept])
+    faults = list(_segment_faults(problem, plan, segments))
     if faults:
         return tuple(faults)
-    for described in plan.stages:
+    for described in plan.segments:
         faults += _tile_faults(problem.graph, plan, described)
     faults += _StepChecker(problem, plan).faults()
     faults += _ending_faults(problem, plan)
-    faults += _part_faults(problem, plan)
+    faults += _chunk_faults(problem, plan)
     faults += _memory_faults(problem, plan)
     faults += _budget_faults(plan)
     faults += _sharing_faults(problem, plan)
     return tuple(faults)
 
 
-def _stage_faults(problem: Problem, plan: Plan, stages: tuple[Stage, ...]) -> Iterator[PlanFault]:
-    """Find what is said of fields and stages and isn't so in the graph. Without that nothing else can be asked."""
+def _segment_faults(problem: Problem, plan: Plan, segments: tuple[Segment, ...]) -> Iterator[PlanFault]:
+    """Find what is said of fields and segments and isn't so in the graph. Without that nothing else can be asked."""
     graph = problem.graph
     for i in sorted(gathered(graph) - {field.node for field in plan.kept}):
         yield PlanFault("kept", None, f"field {i} is read whole, but not kept")
     for field in plan.kept:
         node = graph[field.node]
         if not node.is_field or is_read(graph, field.node):
-            yield PlanFault("kept", None, f"node {field.node} is no field that a stage computes")
+            yield PlanFault("kept", None, f"node {field.node} is no field that a segment computes")
         elif (field.shape, field.size_bytes) != (
             node.shape,
             size := kept_bytes(problem, node.id, problem.tier(field.tier)),
         ):
             yield PlanFault("kept", None, f"field {field.node} is {node.shape}, {size} bytes, in the graph")
-    if plan.computed != stages:
-        yield PlanFault("stages", None, "they are not those of the fields kept")
+    if plan.computed != segments:
+        yield PlanFault("segments", None, "they are not those of the fields kept")
     for index, step in enumerate(plan.steps):
         if isinstance(step, Tiles) and not (
-            0 <= step.stage < len(stages) and step.phase in ("forward", "backward", "one pass")
+            0 <= step.segment < len(segments) and step.phase in ("forward", "backward", "one pass")
         ):
-            yield PlanFault("stages", index, f"there is no {step.phase!r} of stage {step.stage}")
+            yield PlanFault("segments", index, f"there is no {step.phase!r} of segment {step.segment}")
 
 
 class _StepChecker:
@@ -99,9 +107,9 @@ class _StepChecker:
     def __init__(self, problem: Problem, plan: Plan) -> None:
         self._graph, self._plan, self._backward = problem.graph, plan, problem.backward
         self._handed = problem.handed
-        self._stages = plan.computed
+        self._segments = plan.computed
         self._awaited = awaited(problem.graph)
-        self._made = {i for stage in self._stages for i in (*stage.kept, *stage.reductions)}
+        self._made = {i for segment in self._segments for i in (*segment.kept, *segment.reductions)}
         self._finished, self._there = set[int](), set[Key]()
         self._done: list[Tiles] = []
         self._at_work = False
@@ -119,11 +127,11 @@ class _StepChecker:
                 self._at_work = False
         for key in sorted(key for key in self._there if not self._is_result(*key)):
             yield PlanFault("memory", None, f"{self._named(*key)} is never released")
-        for stage in self._stages:
-            for phase, wanted in (("forward", 1), ("backward", int(self._is_pulled(stage)))):
-                times = sum(p.stage == stage.index and p.phase in (phase, "one pass") for p in self._done)
+        for segment in self._segments:
+            for phase, wanted in (("forward", 1), ("backward", int(self._is_pulled(segment)))):
+                times = sum(p.segment == segment.index and p.phase in (phase, "one pass") for p in self._done)
                 if times != wanted:
-                    told = f"stage {stage.index} is swept {phase} {times} times instead of {wanted}"
+                    told = f"segment {segment.index} is swept {phase} {times} times instead of {wanted}"
                     yield PlanFault("passes", None, told)
         ends = [*self._graph.outputs, *self._graph.updates.values()]
         for missing in sorted(set().union(*(self._needs(i) for i in ends)) - self._finished):
@@ -150,41 +158,41 @@ class _StepChecker:
         return cotangent and self._graph[node_id].is_source and node_id != self._handed
 
     def _tiles(self, index: int, step: Tiles) -> Iterator[PlanFault]:
-        stage, phase = self._stages[step.stage], step.phase
-        needs = set().union(*(self._needs(i) for i in (*stage.reads, *stage.globals)))
+        segment, phase = self._segments[step.segment], step.phase
+        needs = set().union(*(self._needs(i) for i in (*segment.reads, *segment.globals)))
         if phase == "backward":
-            needs |= {*stage.kept, *stage.reductions, *self._needs(self._graph.output)}
+            needs |= {*segment.kept, *segment.reductions, *self._needs(self._graph.output)}
         for node_id in sorted(needs - self._finished):
             yield PlanFault("order", index, f"needs {self._named(node_id)}, which is not finished")
         if phase == "one pass" and (
-            stage is not self._stages[-1] or last_cotangents(self._graph, stage) is Cotangents.AFTER_FORWARD
+            segment is not self._segments[-1] or last_cotangents(self._graph, segment) is Cotangents.AFTER_FORWARD
         ):
-            yield PlanFault("order", index, f"stage {stage.index} cannot go forward and backward in one pass")
-        used = [(i, False) for i in (*stage.reads, *stage.kept) if not is_read(self._graph, i)]
+            yield PlanFault("order", index, f"segment {segment.index} cannot go forward and backward in one pass")
+        used = [(i, False) for i in (*segment.reads, *segment.kept) if not is_read(self._graph, i)]
         if phase != "forward":
-            used += [(i, True) for i in (*stage.reads, *stage.kept) if self._graph[i].differentiable]
-            yield from self._reader_faults(index, stage)
+            used += [(i, True) for i in (*segment.reads, *segment.kept) if self._graph[i].differentiable]
+            yield from self._reader_faults(index, segment)
         for key in used:
             if key not in self._there:
                 yield PlanFault("memory", index, f"{self._named(*key)} is not in memory")
         if phase != "backward":
-            self._finished |= {*stage.kept, *stage.reductions}
+            self._finished |= {*segment.kept, *segment.reductions}
         self._done.append(step)
 
-    def _reader_faults(self, index: int, stage: Stage) -> Iterator[PlanFault]:
-        """Find what reads this stage's results and isn't pulled back yet."""
-        own = {i for i in (*stage.kept, *stage.reductions) if self._graph[i].differentiable}
-        pulled = {p.stage for p in self._done if p.phase != "forward"}
-        for reader in self._stages:
-            if reader is not stage and reader.index not in pulled and self._is_pulled(reader):
+    def _reader_faults(self, index: int, segment: Segment) -> Iterator[PlanFault]:
+        """Find what reads this segment's results and isn't pulled back yet."""
+        own = {i for i in (*segment.kept, *segment.reductions) if self._graph[i].differentiable}
+        pulled = {p.segment for p in self._done if p.phase != "forward"}
+        for reader in self._segments:
+            if reader is not segment and reader.index not in pulled and self._is_pulled(reader):
                 read = own & set().union(*(self._needs(i) for i in (*reader.reads, *reader.globals)))
                 if read:
-                    text = f"stage {reader.index}, which reads {self._named(min(read))}, is swept backward later"
+                    text = f"segment {reader.index}, which reads {self._named(min(read))}, is swept backward later"
                     yield PlanFault("cotangents", index, text)
 
-    def _is_pulled(self, stage: Stage) -> bool:
-        """Say whether a gradient goes through a stage."""
-        return self._backward and any(self._graph[i].differentiable for i in (*stage.reductions, *stage.kept))
+    def _is_pulled(self, segment: Segment) -> bool:
+        """Say whether a gradient goes through a segment."""
+        return self._backward and any(self._graph[i].differentiable for i in (*segment.reductions, *segment.kept))
 
     def _needs(self, node_id: int) -> frozenset[int]:
         """Return what must be finished before a global value, or a field that is read, is there."""
@@ -201,17 +209,17 @@ class _StepChecker:
 
 def _ending_faults(problem: Problem, plan: Plan) -> Iterator[PlanFault]:
     """Find a pass whose sums do not travel, or do not become numbers, right after it."""
-    wanted, graph, stages = list[tuple[object, ...]](), problem.graph, plan.computed
+    wanted, graph, segments = list[tuple[object, ...]](), problem.graph, plan.computed
     several = plan.ranks is not None and plan.ranks.count > 1
     for step in plan.passes:
-        stage = stages[step.stage]
-        gradients = how_summed(problem, summed_globals(graph, stage) if step.phase != "forward" else ())
-        reductions = how_summed(problem, stage.reductions if step.phase != "backward" else ())
+        segment = segments[step.segment]
+        gradients = how_summed(problem, summed_globals(graph, segment) if step.phase != "forward" else ())
+        reductions = how_summed(problem, segment.reductions if step.phase != "backward" else ())
         cut = gradients.cut + reductions.cut
         gather = [("Gather", cut, False)] if several and cut else []
-        wanted += [("Tiles",), ("Exchange", gradients, reductions), *gather, ("Scalars", step.stage)]
+        wanted += [("Tiles",), ("Exchange", gradients, reductions), *gather, ("Scalars", step.segment)]
     if problem.backward:
-        late = late_gradients(graph, stages) if several else []
+        late = late_gradients(graph, segments) if several else []
         wanted += [("Scalars", None), *(("Gather", tuple(some), True) for some in late)]
     found = [(index, _kind(step)) for index, step in enumerate(plan.steps) if not isinstance(step, Allocate | Release)]
     for (index, one), other in zip([*found, (None, ())], [*wanted, ()], strict=False):
@@ -226,21 +234,21 @@ def _kind(step: Step) -> tuple[object, ...]:
         return name, step.gradients, step.reductions
     if isinstance(step, Gather):
         return name, step.nodes, step.gradients
-    return (name, step.stage) if isinstance(step, Scalars) else (name,)
+    return (name, step.segment) if isinstance(step, Scalars) else (name,)
 
 
 def _shown(kind: tuple[object, ...]) -> str:
     return f"{kind[0]}{kind[1:]}" if kind else "nothing"
 
 
-def _part_faults(problem: Problem, plan: Plan) -> Iterator[PlanFault]:
-    """Find parts that no rank computes, or several do."""
+def _chunk_faults(problem: Problem, plan: Plan) -> Iterator[PlanFault]:
+    """Find chunks that no rank computes, or several do."""
     for index, step in enumerate(plan.steps):
         if isinstance(step, Tiles):
-            first = step.first_parts
-            ends = (0, len(parts_of(problem.graph, plan.stages[step.stage])))
+            first = step.first_chunks
+            ends = (0, len(chunks_of(problem.graph, plan.segments[step.segment])))
             if len(first) < 2 or (first[0], first[-1]) != ends or list(first) != sorted(first):
-                yield PlanFault("parts", index, f"parts begin at {first}, not from {ends[0]} to {ends[1]}")
+                yield PlanFault("chunks", index, f"chunks begin at {first}, not from {ends[0]} to {ends[1]}")
 
 
 def awaited(graph: Graph) -> list[frozenset[int]]:
@@ -259,11 +267,11 @@ def awaited(graph: Graph) -> list[frozenset[int]]:
     return found
 
 
-def _tile_faults(graph: Graph, plan: Plan, described: StagePlan) -> Iterator[PlanFault]:
+def _tile_faults(graph: Graph, plan: Plan, described: SegmentPlan) -> Iterator[PlanFault]:
     """Find tiles that do not partition their target, read what is not there, or take more memory than the plan says."""
-    stage = described.computes
-    grid = Grid(graph, stage, described.tile)
-    where = f"stage {stage.index}"
+    segment = described.computes
+    grid = Grid(graph, segment, described.tile)
+    where = f"segment {segment.index}"
     if described.tiles != grid.shape:
         yield PlanFault("tiles", None, f"{where} has {grid.shape} tiles of {described.tile} px, not {described.tiles}")
     for axis in (0, 1):
@@ -280,8 +288,8 @@ def _tile_faults(graph: Graph, plan: Plan, described: StagePlan) -> Iterator[Pla
                 yield PlanFault("cover", None, f"{where}, axis {axis}: field {target} {missing}")
         yield from _box_faults(graph, grid, axis, where)
     if not any(True for _ in _box_faults(graph, grid, 0, where)):
-        backward = any(p.stage == stage.index and p.phase != "forward" for p in plan.passes)
-        peak = tile_peak_bytes(graph, stage, worst_tile(grid), backward=backward)
+        backward = any(p.segment == segment.index and p.phase != "forward" for p in plan.passes)
+        peak = tile_peak_bytes(graph, segment, worst_tile(grid), backward=backward)
         if described.tile_peak_bytes < peak:
             yield PlanFault("bytes", None, f"{where}: a tile takes {peak} bytes, not {described.tile_peak_bytes}")
 
@@ -307,9 +315,11 @@ def _memory_faults(problem: Problem, plan: Plan) -> Iterator[PlanFault]:
     whole = whole_field_bytes(problem.graph, backward=problem.backward)
     if (said := amount_of(plan.fixed, estimate.WHOLE)) < whole:
         yield PlanFault("bytes", None, f"whole-field operators take {whole} bytes, not {said}")
-    for stage in plan.stages:
-        if (tiles := amount_of(stage.memory, estimate.TILES)) < plan.workers * stage.tile_peak_bytes:
-            yield PlanFault("bytes", None, f"{plan.workers} tiles of stage {stage.index} take more than {tiles} bytes")
+    for segment in plan.segments:
+        if (tiles := amount_of(segment.memory, estimate.TILES)) < plan.workers * segment.tile_peak_bytes:
+            yield PlanFault(
+                "bytes", None, f"{plan.workers} tiles of segment {segment.index} take more than {tiles} bytes"
+            )
     kept = {field.node: field for field in plan.kept}
     for index, step in enumerate(plan.steps):
         for buffer in step.buffers if isinstance(step, Allocate) else ():

@@ -17,7 +17,7 @@ from gigagrad.plans.estimate import ABOUT_AS_FAST, fixed_amounts
 from gigagrad.plans.fit import Fitter, Kept
 from gigagrad.plans.plan import COTANGENTS, FIELDS, Amount, Plan, RankPlan, total
 from gigagrad.plans.problem import Problem
-from gigagrad.plans.stages import gathered, split_stages
+from gigagrad.plans.segments import gathered, split_segments
 from gigagrad.plans.whole import whole_plan
 
 _GOOD_ENOUGH = 1.1
@@ -59,13 +59,13 @@ def make_plan(
     """Return the fastest plan that fits: in tiles, with fields of few pixels whole, or the whole image at once, which
     comes first where it is about as fast.
 
-    With `tiles` (one shape for each stage; the last serves the rest), `kept` and `whole_pixels`: the plan with these
+    With `tiles` (one shape for each segment; the last serves the rest), `kept` and `whole_pixels`: the plan with these
     tiles that keeps these fields in these tiers, with fields of at most so many pixels whole. Several plans of one
     graph are made sooner with the same `costs`, made for the same machine and storage. `tried` is called for each set
     of kept fields that was looked at.
 
     Raises:
-        BudgetError: even the smallest tile does not fit; names the stage, the tile and every number.
+        BudgetError: even the smallest tile does not fit; names the segment, the tile and every number.
     """
     known = costs or Costs(problem.graph, problem.machine, rounds=problem.rounding is not None)
 
@@ -156,14 +156,14 @@ def _make_plan(
 ) -> Plan:
     chooser = _Chooser(problem, costs, tiles, tried, ranks)
     best = chooser.best() if kept is None else chooser.again(kept)
-    stages = tuple(replace(stage, memory=_beside_kept(stage.memory)) for stage in best.stages)
-    plan = replace(best, memory_format=memory_format, stages=stages)
+    segments = tuple(replace(segment, memory=_beside_kept(segment.memory)) for segment in best.segments)
+    plan = replace(best, memory_format=memory_format, segments=segments)
     shared = shared_by(problem, plan, problem.ranks)
     return replace(shared, ranks=None) if ranks is None else shared
 
 
 def _beside_kept(amounts: tuple[Amount, ...]) -> tuple[Amount, ...]:
-    """Return what a stage takes beside buffers, which the steps count."""
+    """Return what a segment takes beside buffers, which the steps count."""
     return tuple(amount for amount in amounts if amount.name not in (FIELDS, COTANGENTS))
 
 
@@ -192,7 +192,7 @@ class _Chooser:
         selections = [selection.kept for selection in chain.selections()]
         wanted = self._attempt(in_memory(selections[0]))
         at_once = None
-        if len(split_stages(self._graph, selections[-1])) == 1:  # may be faster: the chain model is rough
+        if len(split_segments(self._graph, selections[-1])) == 1:  # may be faster: the chain model is rough
             at_once = self._attempt(in_memory(selections[-1]))
         if wanted is not None:
             return self._better([wanted, at_once or wanted])
@@ -241,7 +241,7 @@ class _Chooser:
         fast = [plan for plan in candidates if plan.modelled_seconds <= ABOUT_AS_FAST * fastest.modelled_seconds]
         leanest = min(plan.predicted_peak_bytes for plan in fast)
         lean = [plan for plan in fast if plan.predicted_peak_bytes <= _ABOUT_AS_LEAN * leanest]
-        return min(lean, key=lambda plan: len(plan.stages))
+        return min(lean, key=lambda plan: len(plan.segments))
 
     def again(self, kept: Kept) -> Plan:
         """Repeat an earlier choice. Raises `BudgetError` if it does not fit, also where a tier has less room than
@@ -276,7 +276,7 @@ class _Chooser:
         return order
 
     def _rough_seconds(self, kept: frozenset[int]) -> float:
-        return sum(self._costs.usual_seconds(stage) for stage in split_stages(self._graph, kept))
+        return sum(self._costs.usual_seconds(segment) for segment in split_segments(self._graph, kept))
 
     def _attempt(self, kept: Kept) -> Plan | None:
         budget, has_room = self._problem.budget_bytes, self._fitter.has_room(kept)
@@ -302,8 +302,8 @@ class _Chooser:
         """Return kept fields, the ones with the fewest readers first, of those the largest; whole-field operators need
         theirs in memory.
         """
-        stages = split_stages(self._graph, kept)
-        readers = {i: sum(i in stage.reads for stage in stages) for i in kept}
+        segments = split_segments(self._graph, kept)
+        readers = {i: sum(i in segment.reads for segment in segments) for i in kept}
         return sorted(kept - gathered(self._graph), key=lambda i: (readers[i], -self._graph[i].nbytes))
 
     def _placed(self, kept: frozenset[int], moved: list[int]) -> Kept:

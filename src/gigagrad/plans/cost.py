@@ -1,4 +1,4 @@
-"""Predict the time and the memory of one tile of a stage.
+"""Predict the time and the memory of one tile of a segment.
 
 Small tiles compute their halos again and again and pay a fixed price per operator; large ones fall out of the caches.
 Both effects are in the model of time: every operator takes what its bytes and its products take at the machine's rates
@@ -21,7 +21,7 @@ from gigagrad.plans.memory import (
     tile_peak_bytes,
     worst_tile,
 )
-from gigagrad.plans.stages import Stage
+from gigagrad.plans.segments import Segment
 
 _SWEEPS = 3
 """A forward with its backward, in forwards."""
@@ -39,10 +39,10 @@ _USUAL_CROP_PX = 512
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TileCost:
-    """One stage with one tile shape. Seconds are one thread's, for one pass over the whole stage."""
+    """One segment with one tile shape. Seconds are one thread's, for one pass over the whole segment."""
 
     tile: tuple[int, int]
-    """Height and width on the stage's largest target field."""
+    """Height and width on the segment's largest target field."""
     tiles: tuple[int, int]
     """Rows and columns of the grid."""
     crop: tuple[int, int]
@@ -66,7 +66,7 @@ class TileCost:
     largest_block_bytes: int
     """The largest crop, or global value of which a tile makes a copy or a gradient."""
     crops: Mapping[int, tuple[int, int]]
-    """Height and width of a tile's crop of each field that the stage reads or keeps."""
+    """Height and width of a tile's crop of each field that the segment reads or keeps."""
 
     @property
     def tile_count(self) -> int:
@@ -74,8 +74,8 @@ class TileCost:
 
 
 class Costs:
-    """Costs of the stages of one graph, each computed once: plans that keep other fields share most of their stages.
-    `rounds`: kept fields are rounded on the way to their stores.
+    """Costs of the segments of one graph, each computed once: plans that keep other fields share most of their
+    segments. `rounds`: kept fields are rounded on the way to their stores.
     """
 
     def __init__(self, graph: Graph, machine: Machine, *, rounds: bool = False) -> None:
@@ -95,36 +95,36 @@ class Costs:
             self._with_whole[pixels] = Costs(self.graph.with_whole(pixels), self._machine, rounds=self._rounds)
         return self._with_whole[pixels]
 
-    def of(self, stage: Stage, shape: tuple[int, int], *, backward: bool, roughly: bool = False) -> TileCost:
+    def of(self, segment: Segment, shape: tuple[int, int], *, backward: bool, roughly: bool = False) -> TileCost:
         """Return the cost of the worst tile; `roughly`: of one in the middle, in a fifth of the time, and without
         compiled kernels.
         """
-        key = (*_key(stage), shape, backward, roughly)
+        key = (*_key(segment), shape, backward, roughly)
         if key not in self._known:
-            self._known[key] = self._cost(stage, shape, backward=backward, roughly=roughly)
+            self._known[key] = self._cost(segment, shape, backward=backward, roughly=roughly)
         return self._known[key]
 
-    def usual_seconds(self, stage: Stage) -> float:
+    def usual_seconds(self, segment: Segment) -> float:
         """Predict one forward pass by one thread with tiles of a usual size, judged by one in the middle: to compare
         cuts.
 
         What computes a coarse field works on finer ones: tiles that are small for it have large crops, and without a
         cut in between nearly all of these are halo.
         """
-        key = _key(stage)
+        key = _key(segment)
         if key not in self._usual:
-            self._usual[key] = self._judge(stage)
+            self._usual[key] = self._judge(segment)
         return self._usual[key]
 
-    def _judge(self, stage: Stage) -> float:
-        graph, targets, sides = self.graph, stage.targets(self.graph), []
+    def _judge(self, segment: Segment) -> float:
+        graph, targets, sides = self.graph, segment.targets(self.graph), []
         for axis in (0, 1):
             size = max(graph[i].size(axis) for i in targets)
-            finest = max(graph[i].size(axis) for i in (*stage.fields, *stage.reads))
+            finest = max(graph[i].size(axis) for i in (*segment.fields, *segment.reads))
             sides.append(min(size, _USUAL_SIDE_PX, max(1, _USUAL_CROP_PX * size // finest)))
-        grid = Grid(graph, stage, (sides[0], sides[1]), self._steps)
+        grid = Grid(graph, segment, (sides[0], sides[1]), self._steps)
         tile, largest = grid.middle, graph[grid.reference]
-        forward, _ = self._tile_seconds(stage, tile)
+        forward, _ = self._tile_seconds(segment, tile)
         return forward * largest.size(0) * largest.size(1) / tile.wanted(grid.reference).area
 
     def whole_seconds(self, *, backward: bool, on_host: bool = True) -> float:
@@ -154,29 +154,29 @@ class Costs:
             self._given[node.id] = given * (_REORDERED if lookup(node.op).compiled else 1)
         return self._given[node.id]
 
-    def _cost(self, stage: Stage, shape: tuple[int, int], *, backward: bool, roughly: bool) -> TileCost:
+    def _cost(self, segment: Segment, shape: tuple[int, int], *, backward: bool, roughly: bool) -> TileCost:
         graph = self.graph
-        grid = Grid(graph, stage, shape, self._steps)
+        grid = Grid(graph, segment, shape, self._steps)
         tile = grid.middle if roughly else worst_tile(grid)
-        boxes = [box for i in stage.reads if (box := tile.box(i)) is not None]
+        boxes = [box for i in segment.reads if (box := tile.box(i)) is not None]
         crop = max((box.shape for box in boxes), key=lambda s: s[0] * s[1], default=(0, 0))
         height, width = (graph[grid.reference].size(axis) for axis in (0, 1))
         useful = min(shape[0], height) * min(shape[1], width)
-        scale = _largest_read_px(graph, stage) / (height * width)
-        read = sum(crop_bytes(graph, tile, i) for i in stage.reads)
+        scale = _largest_read_px(graph, segment) / (height * width)
+        read = sum(crop_bytes(graph, tile, i) for i in segment.reads)
         # They come along with their cotangents.
-        kept_shares = sum(crop_bytes(graph, tile, i) for i in stage.kept) if backward else 0
+        kept_shares = sum(crop_bytes(graph, tile, i) for i in segment.kept) if backward else 0
         tiles = height * width / useful
-        forward, backward_too = (seconds * tiles for seconds in self._tile_seconds(stage, tile))
-        calls, differentiable = len(stage.fields) * tiles, sum(graph[i].differentiable for i in stage.fields)
-        own = {i: tile.wanted(i).shape for i in stage.kept}
-        crops = {i: box.shape for i in stage.reads if (box := tile.box(i)) is not None} | own
+        forward, backward_too = (seconds * tiles for seconds in self._tile_seconds(segment, tile))
+        calls, differentiable = len(segment.fields) * tiles, sum(graph[i].differentiable for i in segment.fields)
+        own = {i: tile.wanted(i).shape for i in segment.kept}
+        crops = {i: box.shape for i in segment.reads if (box := tile.box(i)) is not None} | own
         return TileCost(
             tile=shape,
             tiles=grid.shape,
             crop=crop,
             computed_ratio=crop[0] * crop[1] / (useful * scale),
-            tile_peak_bytes=tile_peak_bytes(graph, stage, tile, backward=backward, rounds=self._rounds),
+            tile_peak_bytes=tile_peak_bytes(graph, segment, tile, backward=backward, rounds=self._rounds),
             forward_seconds=forward,
             backward_seconds=backward_too if backward else forward,
             forward_calls=calls,
@@ -184,47 +184,47 @@ class Costs:
             crop_bytes=read + 2 * kept_shares,
             own_crop_bytes=kept_shares,
             compiled=0 if roughly else compiled_convolutions(grid, backward=backward),
-            largest_block_bytes=largest_block_bytes(graph, stage, tile),
+            largest_block_bytes=largest_block_bytes(graph, segment, tile),
             crops=crops,
         )
 
-    def _tile_seconds(self, stage: Stage, tile: TileGeometry) -> tuple[float, float]:
+    def _tile_seconds(self, segment: Segment, tile: TileGeometry) -> tuple[float, float]:
         """Predict one tile's forward, and its forward and backward. That costs about two forwards more, and the
         gradients of what is no field are added to their sums; where weights are large, that is most of what a small
         tile takes.
         """
         graph, machine = self.graph, self._machine
-        size = {i: crop_bytes(graph, tile, i) for i in (*stage.reads, *stage.fields)}
-        moved = sum(size[i] for i in (*stage.reads, *stage.kept))
+        size = {i: crop_bytes(graph, tile, i) for i in (*segment.reads, *segment.fields)}
+        moved = sum(size[i] for i in (*segment.reads, *segment.kept))
         forward = moved / machine.memory_bytes_per_second
         further = forward
-        for i in stage.fields:
+        for i in segment.fields:
             node, own = graph[i], size[i]
             read = sum(size[j] for j in graph.reads[i])
             once = machine.operator_seconds(own + read, own / node.nbytes * self._flops_of(node))
             once += self._given_bytes(node) / machine.memory_bytes_per_second
             forward += once
             further += once if node.differentiable else 0.0
-        added = sum(graph[i].nbytes for i in stage.globals if graph[i].differentiable)
+        added = sum(graph[i].nbytes for i in segment.globals if graph[i].differentiable)
         summed = _BYTES_OF_A_SUM * added / machine.memory_bytes_per_second
         return forward, forward + (_SWEEPS - 1) * further + summed
 
 
-def _key(stage: Stage) -> tuple[object, ...]:
-    """Identify a stage, wherever in a plan it stands."""
-    return stage.kept, stage.reductions, stage.output, stage.fields, stage.reads
+def _key(segment: Segment) -> tuple[object, ...]:
+    """Identify a segment, wherever in a plan it stands."""
+    return segment.kept, segment.reductions, segment.output, segment.fields, segment.reads
 
 
-def tile_shapes(graph: Graph, stage: Stage, ranks: int = 1) -> list[tuple[int, int]]:
+def tile_shapes(graph: Graph, segment: Segment, ranks: int = 1) -> list[tuple[int, int]]:
     """Return tile shapes worth costing: about squares, in steps of the lattice, that cut the field evenly.
 
     They are multiples of 16 pixels: files hold bricks of 8 to 64, and a brick that two tiles share is written twice.
-    For several ranks it counts more that all stages are divided among them at the same places.
+    For several ranks it counts more that all segments are divided among them at the same places.
     """
-    largest = graph[reference(graph, stage)]
+    largest = graph[reference(graph, segment)]
     size = largest.size(0), largest.size(1)
-    steps = lattice(graph, stage)
-    shared = 0 if runs_by_rows(stage, largest) else 1
+    steps = lattice(graph, segment)
+    shared = 0 if runs_by_rows(segment, largest) else 1
     shapes = []
     side = _SMALLEST_SIDE_PX
     while side <= _LARGEST_SIDE_PX:
@@ -256,5 +256,5 @@ def _round_up(value: int, step: int) -> int:
     return -(-value // step) * step
 
 
-def _largest_read_px(graph: Graph, stage: Stage) -> int:
-    return max((graph[i].size(0) * graph[i].size(1) for i in stage.reads), default=1)
+def _largest_read_px(graph: Graph, segment: Segment) -> int:
+    return max((graph[i].size(0) * graph[i].size(1) for i in segment.reads), default=1)

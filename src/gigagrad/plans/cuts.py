@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from gigagrad.graphs import GATHER, Graph, lookup
-from gigagrad.plans.stages import Cotangents, Stage, gathered, is_read, last_cotangents, levels, stage_for
+from gigagrad.plans.segments import Cotangents, Segment, gathered, is_read, last_cotangents, levels, segment_for
 
 _LONGEST_PIECE = 16
 """Candidates between two cuts, at most; beside that only the whole graph in one piece is considered."""
@@ -26,8 +26,8 @@ _LONGEST_CHAIN = 4
 """Candidates that a field may be computed from pixelwise before it is a candidate itself."""
 
 _Steps = np.ndarray[tuple[int, int, int], np.dtype[np.int_]]
-Seconds = Callable[[Stage], float]
-"""Time of one forward pass of a stage."""
+Seconds = Callable[[Segment], float]
+"""Time of one forward pass of a segment."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,9 @@ class Selection:
 
 
 class Cuts:
-    """The chain of one graph. `seconds` rates a stage; `backward` says whether every stage is also differentiated."""
+    """The chain of one graph. `seconds` rates a segment; `backward` says whether every segment is also
+    differentiated.
+    """
 
     def __init__(self, graph: Graph, seconds: Seconds, *, backward: bool) -> None:
         self._graph, self._seconds, self._backward = graph, seconds, backward
@@ -109,7 +111,7 @@ class Cuts:
     def _piece_seconds(
         self, start: int, stop: int, stored: frozenset[int], known: dict[int, tuple[frozenset[int], float]]
     ) -> float:
-        """Predict all passes of the stages between two cuts; `known` holds each level's targets and time for the last
+        """Predict all passes of the segments between two cuts; `known` holds each level's targets and time for the last
         stop.
         """
         first = self.candidates[start - 1] if start else -1
@@ -123,22 +125,24 @@ class Cuts:
         for level, roots in targets.items():
             frozen = frozenset(roots)
             if level not in known or known[level][0] != frozen:
-                known[level] = frozen, self._stage_seconds(frozen, stored, kept & frozen)
+                known[level] = frozen, self._segment_seconds(frozen, stored, kept & frozen)
             total += known[level][1]
         return total
 
-    def _stage_seconds(self, roots: frozenset[int], stored: frozenset[int], kept: frozenset[int]) -> float:
-        stage = stage_for(self._graph, roots, stored, kept)
-        seconds = self._seconds(stage)
+    def _segment_seconds(self, roots: frozenset[int], stored: frozenset[int], kept: frozenset[int]) -> float:
+        segment = segment_for(self._graph, roots, stored, kept)
+        seconds = self._seconds(segment)
         if not self._backward:
             return seconds
-        if not any(self._graph[i].differentiable for i in (*stage.reductions, *stage.kept)):
+        if not any(self._graph[i].differentiable for i in (*segment.reductions, *segment.kept)):
             return seconds
-        one_pass = self._is_last(stage) and last_cotangents(self._graph, stage) is not Cotangents.AFTER_FORWARD
+        one_pass = self._is_last(segment) and last_cotangents(self._graph, segment) is not Cotangents.AFTER_FORWARD
         return (3 if one_pass else 4) * seconds  # a vector-Jacobian product costs two forwards beside its own
 
-    def _is_last(self, stage: Stage) -> bool:
-        return not stage.kept and max(self._level[i] for i in self._ends) == self._level[stage.targets(self._graph)[0]]
+    def _is_last(self, segment: Segment) -> bool:
+        return (
+            not segment.kept and max(self._level[i] for i in self._ends) == self._level[segment.targets(self._graph)[0]]
+        )
 
 
 def _candidates(graph: Graph, required: frozenset[int]) -> list[int]:

@@ -91,7 +91,7 @@ def _aligned(rows: Sequence[tuple[str, ...]], right: Sequence[bool]) -> list[str
 def describe(plan: Plan) -> Description:
     """Return everything that a plan says of itself."""
     source = "by the cost model" if plan.timed_seconds is None else TIMED
-    tables = () if plan.whole else (stages_of(plan, len(plan.stages)), _kept(plan), *whole_fields_of(plan))
+    tables = () if plan.whole else (segments_of(plan, len(plan.segments)), _kept(plan), *whole_fields_of(plan))
     return Description(
         f"{step_of(plan)} as planned",
         facts_of(plan, source),
@@ -124,7 +124,7 @@ def facts_of(plan: Plan, source: str) -> Facts:
         ("image", f"{height} x {width} px ({format_pixels(height * width)}), channels: {channels}"),
         ("runs", f"on {plan.device}, {runs}"),
         *((("ranks", _ranks(plan, plan.ranks)),) if plan.ranks is not None else ()),
-        *((("passes over stages", _passes(plan) or "none"),) if not plan.whole else ()),
+        *((("passes over segments", _passes(plan) or "none"),) if not plan.whole else ()),
         *((("whole", _whole(plan)),) if plan.whole_pixels else ()),
         ("predicted peak", f"{format_bytes(plan.predicted_peak_bytes)} ({budget})"),
         *((f"kept in {where}", f"{format_bytes(size)} at most") for where, size in elsewhere if size),
@@ -144,53 +144,57 @@ def _ranks(plan: Plan, ranks: RankPlan) -> str:
 
 def _passes(plan: Plan) -> str:
     """Return the passes in order, runs of one phase as ranges: `forward 0 to 10, backward 10 to 0`."""
-    runs = [(phase, [p.stage for p in same]) for phase, same in groupby(plan.passes, lambda p: p.phase)]
+    runs = [(phase, [p.segment for p in same]) for phase, same in groupby(plan.passes, lambda p: p.phase)]
     return ", ".join(f"{phase} {s[0]}" if len(s) == 1 else f"{phase} {s[0]} to {s[-1]}" for phase, s in runs)
 
 
-def stages_of(plan: Plan, most: int) -> Table:
-    """Return the stages that take longest, in order, and where the time goes."""
+def segments_of(plan: Plan, most: int) -> Table:
+    """Return the segments that take longest, in order, and where the time goes."""
     pass_seconds = [share * plan.predicted_seconds for share in plan.pass_shares]
-    seconds = [0.0] * len(plan.stages)
+    seconds = [0.0] * len(plan.segments)
     for p, taken in zip(plan.passes, pass_seconds, strict=True):
-        seconds[p.stage] += taken
+        seconds[p.segment] += taken
     chosen = sorted(sorted(range(len(seconds)), key=lambda i: -seconds[i])[:most])
-    few = f"Stages: the {len(chosen)} of {len(seconds)} that take longest"
-    columns = "stage sweeps tiles tile_px crop_px read per_tile time share operators sums keeps beside forward backward"
+    few = f"Segments: the {len(chosen)} of {len(seconds)} that take longest"
+    columns = (
+        "segment sweeps tiles tile_px crop_px read per_tile time share operators sums keeps beside forward backward"
+    )
     return Table(
-        "Stages" if len(chosen) == len(seconds) else few,
+        "Segments" if len(chosen) == len(seconds) else few,
         tuple(name.replace("_", " ") for name in columns.split()),
         tuple(
             (
-                str(stage.index),
-                phases[0] if len(phases := [p.phase for p in plan.passes if p.stage == stage.index]) == 1 else "both",
-                *(f"{height} x {width}" for height, width in (stage.tiles, stage.tile, stage.crop)),
-                f"{stage.computed_ratio:.3g}x",
-                format_bytes(stage.tile_peak_bytes),
+                str(segment.index),
+                phases[0]
+                if len(phases := [p.phase for p in plan.passes if p.segment == segment.index]) == 1
+                else "both",
+                *(f"{height} x {width}" for height, width in (segment.tiles, segment.tile, segment.crop)),
+                f"{segment.computed_ratio:.3g}x",
+                format_bytes(segment.tile_peak_bytes),
                 format_seconds(seconds[i]),
                 percent(seconds[i], plan.predicted_seconds),
-                str(len(stage.computes.fields)),
-                str(len(stage.computes.reductions)),
-                str(len(stage.computes.kept)),
-                format_bytes(stage.beside_bytes),
-                format_seconds(stage.forward_seconds),
-                format_seconds(stage.backward_seconds),
+                str(len(segment.computes.fields)),
+                str(len(segment.computes.reductions)),
+                str(len(segment.computes.kept)),
+                format_bytes(segment.beside_bytes),
+                format_seconds(segment.forward_seconds),
+                format_seconds(segment.backward_seconds),
             )
             for i in chosen
-            for stage in (plan.stages[i],)
+            for segment in (plan.segments[i],)
         ),
         _most_of_the_time(plan, pass_seconds, seconds),
     )
 
 
-def _most_of_the_time(plan: Plan, pass_seconds: list[float], stage_seconds: list[float]) -> str:
+def _most_of_the_time(plan: Plan, pass_seconds: list[float], segment_seconds: list[float]) -> str:
     """Say which passes the time goes to, and how much of it to pixels that are read more than once."""
     total = plan.predicted_seconds
     if not total:
         return ""
     order = sorted(zip(pass_seconds, plan.passes, strict=True), key=lambda pair: -pair[0])
-    named = ", ".join(f"stage {p.stage} {p.phase} {percent(seconds, total)}" for seconds, p in order[:3])
-    ratio = sum(w * s.computed_ratio for w, s in zip(stage_seconds, plan.stages, strict=True)) / total
+    named = ", ".join(f"segment {p.segment} {p.phase} {percent(seconds, total)}" for seconds, p in order[:3])
+    ratio = sum(w * s.computed_ratio for w, s in zip(segment_seconds, plan.segments, strict=True)) / total
     halo = (
         f"tiles read {ratio:.3g} times the pixels they are for" if ratio >= 1.05 else "hardly any pixel is read twice"
     )
@@ -199,11 +203,11 @@ def _most_of_the_time(plan: Plan, pass_seconds: list[float], stage_seconds: list
 
 def _kept(plan: Plan) -> Table:
     if not plan.kept:
-        return Table("Fields kept between stages: none (each stage computes from the image)")
+        return Table("Fields kept between segments: none (each segment computes from the image)")
     largest = sorted(plan.kept, key=lambda field: -field.size_bytes)
     total = format_bytes(sum(field.size_bytes for field in largest))
     return Table(
-        f"Fields kept between stages: {len(largest)}, {total} in all",
+        f"Fields kept between segments: {len(largest)}, {total} in all",
         ("size", "where", "stored", "operator", "shape", "module", "node"),
         tuple(
             (
@@ -243,5 +247,5 @@ def memory_of(plan: Plan) -> Table:
     return Table("Memory at the peak", ("part", "bytes"), rows, bars=tuple(size / longest for _, size in parts))
 
 
-def percent(part: float, whole: float) -> str:
-    return f"{100 * part / whole:.0f} %" if whole else "-"
+def percent(chunk: float, whole: float) -> str:
+    return f"{100 * chunk / whole:.0f} %" if whole else "-"

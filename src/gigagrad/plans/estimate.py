@@ -1,7 +1,7 @@
 """Estimate the memory of a plan as a list of named amounts that adds up to its peak, and the time of its passes.
 
-Memory is counted only here. What no choice of tiles changes is *fixed*; the rest is each stage's own, in its
-passes. The peak is the fixed part and the hungriest stage's. The allowances are in `gigagrad.allowances`, with what
+Memory is counted only here. What no choice of tiles changes is *fixed*; the rest is each segment's own, in its
+passes. The peak is the fixed part and the hungriest segment's. The allowances are in `gigagrad.allowances`, with what
 each was measured from.
 """
 
@@ -28,15 +28,15 @@ from gigagrad.allowances import (
     WRITES_BEHIND,
 )
 from gigagrad.graphs import Graph
+from gigagrad.plans.chunks import chunk_count, waiting_sums
 from gigagrad.plans.cost import TileCost
 from gigagrad.plans.geometry import reference, runs_by_rows
 from gigagrad.plans.memory import gradient_sum_bytes, whole_field_bytes
-from gigagrad.plans.parts import part_count, waiting_sums
 from gigagrad.plans.plan import COTANGENTS as COTANGENTS
 from gigagrad.plans.plan import FIELDS as FIELDS
-from gigagrad.plans.plan import Amount, StagePlan, total
+from gigagrad.plans.plan import Amount, SegmentPlan, total
 from gigagrad.plans.problem import Problem
-from gigagrad.plans.stages import Stage
+from gigagrad.plans.segments import Segment
 from gigagrad.stores import Tier
 
 ABOUT_AS_FAST = 1.1
@@ -56,7 +56,7 @@ MESSAGES: Final = "messages between ranks"
 COMPILED: Final = "compiled convolutions"
 WEIGHTS: Final = "weights in the layout of tiles"
 ALLOCATOR_CACHE: Final = "freed blocks held for the next tiles"
-OVERLAPS: Final = "cotangents where parts of a stage overlap"
+OVERLAPS: Final = "cotangents where chunks of a segment overlap"
 SUMS: Final = "sums and working copies of parameters"
 WAITING: Final = "crops on their way"
 OUTPUT: Final = "output"
@@ -82,10 +82,10 @@ def fixed_amounts(problem: Problem, message_bytes: int = 0) -> tuple[Amount, ...
     )
 
 
-def weights(problem: Problem, stages: Iterable[Stage], peak_bytes: int) -> Amount:
+def weights(problem: Problem, segments: Iterable[Segment], peak_bytes: int) -> Amount:
     """Count a copy of all weights that serves every pass, where the budget has room beside a peak without it."""
     graph, room = problem.graph, problem.budget_bytes
-    read = {i for stage in stages for i in stage.globals if graph[i].is_source and len(graph[i].shape) == 4}
+    read = {i for segment in segments for i in segment.globals if graph[i].is_source and len(graph[i].shape) == 4}
     nbytes = sum(graph[i].nbytes for i in read)
     return Amount(WEIGHTS, nbytes if room is None or peak_bytes + nbytes <= room else 0)
 
@@ -105,7 +105,7 @@ def useful_allocator_cache_bytes(tiles_bytes: int) -> int:
 
 
 class TileChoice(NamedTuple):
-    """A tile shape for a stage."""
+    """A tile shape for a segment."""
 
     seconds: float
     size_bytes: int
@@ -114,13 +114,13 @@ class TileChoice(NamedTuple):
 
 
 @dataclass(eq=False)
-class StageTiles:
-    """The tile shapes that may serve one stage, and the memory and time that its passes take with each. `held` is what
-    is kept in memory during them: the fields and the cotangents of the pass in which both together are most.
+class SegmentTiles:
+    """The tile shapes that may serve one segment, and the memory and time that its passes take with each. `held` is
+    what is kept in memory during them: the fields and the cotangents of the pass in which both together are most.
     """
 
     problem: Problem
-    stage: Stage
+    segment: Segment
     workers: int
     kept: Mapping[int, str]
     held: tuple[int, int]
@@ -161,17 +161,17 @@ class StageTiles:
     def total(self, cost: TileCost) -> int:
         return total(self.amounts(cost))
 
-    def describe(self, cost: TileCost) -> StagePlan:
-        stage = self.stage
-        return StagePlan(
-            computes=stage,
+    def describe(self, cost: TileCost) -> SegmentPlan:
+        segment = self.segment
+        return SegmentPlan(
+            computes=segment,
             tile=cost.tile,
             tiles=cost.tiles,
             crop=cost.crop,
             computed_ratio=cost.computed_ratio,
             tile_peak_bytes=cost.tile_peak_bytes,
             largest_block_bytes=cost.largest_block_bytes,
-            parts=self.parts,
+            chunks=self.chunks,
             memory=self.amounts(cost),
             beside_bytes=self.mapped_bytes(cost),
             forward_seconds=self._pass_seconds(cost, "forward"),
@@ -224,7 +224,7 @@ class StageTiles:
     def _reading_seconds(self, cost: TileCost) -> float:
         """Predict what one thread takes to read the images for the tiles of the rank that has most."""
         problem = self.problem
-        seconds = problem.reading.seconds_of(problem.graph, self.stage)
+        seconds = problem.reading.seconds_of(problem.graph, self.segment)
         return seconds * self._tiles_of_most(cost) / cost.tile_count
 
     def _tiles_of_most(self, cost: TileCost) -> int:
@@ -241,7 +241,7 @@ class StageTiles:
 
     def _moved_bytes(self, cost: TileCost, phase: str, tier: Tier) -> float:
         """Return the bytes that one tile of a pass reads from and writes to a tier."""
-        stage, problem, graph = self.stage, self.problem, self.problem.graph
+        segment, problem, graph = self.segment, self.problem, self.problem.graph
 
         def moved(fields: Iterable[int], *, cotangents: bool = False) -> float:
             found = 0.0
@@ -252,12 +252,12 @@ class StageTiles:
                     found += tier.crop_bytes(size, cost.crops.get(i, (0, 0)), pixel)
             return found
 
-        values = moved(stage.reads) + moved(stage.kept)
+        values = moved(segment.reads) + moved(segment.kept)
         if phase == "forward":
             return values
         # What the reductions need of a share comes with its cotangent; a cotangent is added to what is there.
-        added = [i for i in stage.reads if graph[i].differentiable]
-        return values + moved(stage.kept, cotangents=True) + 2 * moved(added, cotangents=True)
+        added = [i for i in segment.reads if graph[i].differentiable]
+        return values + moved(segment.kept, cotangents=True) + 2 * moved(added, cotangents=True)
 
     def amounts(self, cost: TileCost) -> tuple[Amount, ...]:
         """Return the amounts for a tile shape, counted once: they are asked for often while tiles are chosen."""
@@ -269,8 +269,8 @@ class StageTiles:
         tiles = self.workers * cost.tile_peak_bytes
         fragmentation = int(ALLOCATOR_FRAGMENTATION * tiles) + self._further_fragmentation(cost)
         copies, sums = self._working_bytes
-        # One more waits where a rank's parts begin and end inside a node of the tree.
-        sums *= 1 + waiting_sums(self.parts, cost.tile_count) + (min(self.parts, self.problem.ranks) > 2)
+        # One more waits where a rank's chunks begin and end inside a node of the tree.
+        sums *= 1 + waiting_sums(self.chunks, cost.tile_count) + (min(self.chunks, self.problem.ranks) > 2)
         # The only tile is gone when what it gave is added to sums that did not exist before.
         apart = min(tiles + fragmentation, sums) if cost.tile_count == 1 else 0
         return (
@@ -285,8 +285,8 @@ class StageTiles:
         )
 
     @cached_property
-    def parts(self) -> int:
-        return part_count(self._working_bytes[1])
+    def chunks(self) -> int:
+        return chunk_count(self._working_bytes[1])
 
     def mapped_bytes(self, cost: TileCost) -> int:
         """Count what freed memory does not serve: of what comes and goes beside the tiles, what is taken from the
@@ -295,7 +295,7 @@ class StageTiles:
         graph = self.problem.graph
         crops = [height * width * graph[i].bytes_per_pixel for i, (height, width) in cost.crops.items()]
         waiting = self._waiting_bytes(cost) if max(crops, default=0) >= MAPPED_BYTES else 0
-        weights = [graph[i].nbytes for i in self.stage.globals if self.backward and graph[i].differentiable]
+        weights = [graph[i].nbytes for i in self.segment.globals if self.backward and graph[i].differentiable]
         mapped = waiting + self._shares * sum(n for n in weights if n >= MAPPED_BYTES)
         return mapped + self._further_fragmentation(cost)
 
@@ -308,15 +308,15 @@ class StageTiles:
 
     @cached_property
     def _working_bytes(self) -> tuple[int, int]:
-        """Bytes of every global that the stage reads: its copy in working layout and the tiles' shares of its gradient;
-        and of the sums of those.
+        """Bytes of every global that the segment reads: its copy in working layout and the tiles' shares of its
+        gradient; and of the sums of those.
         """
-        graph, read = self.problem.graph, self.stage.globals
+        graph, read = self.problem.graph, self.segment.globals
         copies = sum(graph[i].nbytes for i in read if len(graph[i].shape) == 4)
         if not self.backward:
             return copies, 0
         copies += self._shares * sum(graph[i].nbytes for i in read if graph[i].differentiable)
-        return copies, gradient_sum_bytes(graph, self.stage, self.problem.sum_dtype)
+        return copies, gradient_sum_bytes(graph, self.segment, self.problem.sum_dtype)
 
     def _waiting_bytes(self, cost: TileCost) -> int:
         # With several workers one more is in the queue, where there are as many.
@@ -328,21 +328,21 @@ class StageTiles:
     @property
     def _decoding_bytes(self) -> int:
         """Bytes that readers hold of files while they decode."""
-        images = any(self.problem.graph[i].is_source for i in self.stage.reads)
+        images = any(self.problem.graph[i].is_source for i in self.segment.reads)
         return self.readers * self.problem.reading.thread_bytes if images else 0
 
     def _behind_bytes(self, cost: TileCost) -> int:
         """Count results that wait to be written to other tiers, and what goes to or from these on its way, at most."""
-        graph, stage, memory = self.problem.graph, self.stage, self.problem.memory.name
-        elsewhere = [i for i in (*stage.reads, *stage.kept) if self.kept.get(i, memory) != memory]
+        graph, segment, memory = self.problem.graph, self.segment, self.problem.memory.name
+        elsewhere = [i for i in (*segment.reads, *segment.kept) if self.kept.get(i, memory) != memory]
 
         def behind(fields: tuple[int, ...]) -> int:
             sizes = [cost.crops.get(i, (0, 0)) for i in fields]
             return sum(h * w * graph[i].bytes_per_pixel for i, (h, w) in zip(fields, sizes, strict=True))
 
-        most = behind(tuple(i for i in stage.kept if i in elsewhere))
+        most = behind(tuple(i for i in segment.kept if i in elsewhere))
         if self.backward:
-            most = max(most, behind(tuple(i for i in stage.reads if i in elsewhere and graph[i].differentiable)))
+            most = max(most, behind(tuple(i for i in segment.reads if i in elsewhere and graph[i].differentiable)))
         buffers = [
             self.problem.tier(self.kept[i]).buffer_bytes(
                 (graph[i].size(0), graph[i].size(1)), cost.crops.get(i, (0, 0)), graph[i].bytes_per_pixel
@@ -352,19 +352,19 @@ class StageTiles:
         return (WRITES_BEHIND + 1) * most + max(buffers, default=0)  # those that wait, and the one on its way
 
     def _overlap_bytes(self, cost: TileCost) -> int:
-        """Count the overlaps of one part: what its crops share with the lines of tiles before it and, where it begins
+        """Count the overlaps of one chunk: what its crops share with the lines of tiles before it and, where it begins
         inside a line, with the tile before it.
         """
-        graph, parts = self.problem.graph, min(self.parts, cost.tile_count)
-        read = [i for i in self.stage.reads if graph[i].differentiable and i in cost.crops] if self.backward else []
-        target = graph[reference(graph, self.stage)]
-        across, along = (0, 1) if runs_by_rows(self.stage, target) else (1, 0)
+        graph, chunks = self.problem.graph, min(self.chunks, cost.tile_count)
+        read = [i for i in self.segment.reads if graph[i].differentiable and i in cost.crops] if self.backward else []
+        target = graph[reference(graph, self.segment)]
+        across, along = (0, 1) if runs_by_rows(self.segment, target) else (1, 0)
         found = 0
-        for i in read if parts > 1 else ():
+        for i in read if chunks > 1 else ():
             shared = [_shared_pixels(graph[i].size(axis), cost.tiles[axis], cost.crops[i][axis]) for axis in (0, 1)]
             length = graph[i].size(along)
-            if cost.tiles[across] < self.parts:
-                tiles = -(-cost.tile_count // self.parts)
+            if cost.tiles[across] < self.chunks:
+                tiles = -(-cost.tile_count // self.chunks)
                 length = min(length, (tiles - 1) * -(-length // cost.tiles[along]) + cost.crops[i][along])
                 found += cost.crops[i][across] * shared[along] * graph[i].bytes_per_pixel
             found += shared[across] * length * graph[i].bytes_per_pixel
@@ -379,12 +379,12 @@ class StageTiles:
 
     def _output_bytes(self, cost: TileCost) -> int:
         graph, image = self.problem.graph, self.problem.handed
-        if self.stage.output is not None:
-            return self.problem.output_bytes(cost.tile[0], graph[self.stage.output].shape)
+        if self.segment.output is not None:
+            return self.problem.output_bytes(cost.tile[0], graph[self.segment.output].shape)
         if image is None or image not in cost.crops or not self.backward:
             return 0
-        # A row of crops, the next one while what both share is copied to it, one that waits for what a part shares with
-        # the one before it, and what the sink makes of a strip.
+        # A row of crops, the next one while what both share is copied to it, one that waits for what a chunk shares
+        # with the one before it, and what the sink makes of a strip.
         rows, node = cost.crops[image][0], graph[image]
         return 3 * rows * node.size(1) * node.bytes_per_pixel + self.problem.output_bytes(rows, node.shape)
 

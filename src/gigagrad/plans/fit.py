@@ -1,4 +1,4 @@
-"""Fit tiles: for fields kept in given tiers, the fastest tile of every stage that fits beside all else."""
+"""Fit tiles: for fields kept in given tiers, the fastest tile of every segment that fits beside all else."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from gigagrad.errors import BudgetError
 from gigagrad.graphs import GATHER
 from gigagrad.plans import estimate
 from gigagrad.plans.cost import Costs, TileCost, tile_shapes
-from gigagrad.plans.estimate import StageTiles, TileChoice
+from gigagrad.plans.estimate import SegmentTiles, TileChoice
 from gigagrad.plans.liveness import held_by_pass, kept_bytes
 from gigagrad.plans.memory import whole_compiled_convolutions
 from gigagrad.plans.plan import EXACT, Amount, KeptField, Plan, RankPlan, WholeField, amount_of, total
 from gigagrad.plans.problem import Problem
 from gigagrad.plans.program import Tiles
-from gigagrad.plans.stages import Stage, make_passes, split_stages
+from gigagrad.plans.segments import Segment, make_passes, split_segments
 from gigagrad.stores import Tier
 
 _TOO_LARGE_IN_A_ROW = 3
@@ -32,9 +32,9 @@ Kept = Mapping[int, str]
 
 
 class Fitter:
-    """Fits tiles for one problem. `tiles` forces their shapes: one for each stage, the last serves the rest. `ranks`:
-    what one of several ranks holds and sends at most. Plans have no buffers among their steps yet, so that their stages
-    count what is kept.
+    """Fits tiles for one problem. `tiles` forces their shapes: one for each segment, the last serves the rest. `ranks`:
+    what one of several ranks holds and sends at most. Plans have no buffers among their steps yet, so that their
+    segments count what is kept.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class Fitter:
         self._fixed = estimate.fixed_amounts(problem, 0 if ranks is None else ranks.message_bytes)
         budget = problem.budget_bytes
         self._room_of_tiles = None if budget is None else budget - total(self._fixed)
-        self._orders: dict[frozenset[int], tuple[tuple[Stage, ...], tuple[Tiles, ...]]] = {}
+        self._orders: dict[frozenset[int], tuple[tuple[Segment, ...], tuple[Tiles, ...]]] = {}
 
     def unbounded(self) -> Fitter:
         """Return a fitter for a machine with all the memory it needs."""
@@ -69,12 +69,12 @@ class Fitter:
         order = self._order(frozenset(kept))
         return max(map(sum, held_by_pass(self._problem, *order, kept, tier, self._held_share)), default=0)
 
-    def _order(self, kept: frozenset[int]) -> tuple[tuple[Stage, ...], tuple[Tiles, ...]]:
-        """Return the stages that fields split a graph into, wherever they are kept, and their passes."""
+    def _order(self, kept: frozenset[int]) -> tuple[tuple[Segment, ...], tuple[Tiles, ...]]:
+        """Return the segments that fields split a graph into, wherever they are kept, and their passes."""
         if kept not in self._orders:
-            stages = split_stages(self._problem.graph, kept)
-            passes = make_passes(self._problem.graph, stages, backward=self._problem.backward)
-            self._orders[kept] = stages, passes
+            segments = split_segments(self._problem.graph, kept)
+            passes = make_passes(self._problem.graph, segments, backward=self._problem.backward)
+            self._orders[kept] = segments, passes
         return self._orders[kept]
 
     def fit(self, kept: Kept, *, closely: bool = False) -> Plan:
@@ -101,19 +101,19 @@ class Fitter:
         return min(plans, key=lambda plan: plan.modelled_seconds)
 
     def _fit(self, kept: Kept, workers: int, *, closely: bool) -> Plan:
-        """Find for each stage the fastest tile that fits beside the others' needs. Raises `BudgetError` if one has
+        """Find for each segment the fastest tile that fits beside the others' needs. Raises `BudgetError` if one has
         none.
         """
-        problem, (stages, passes) = self._problem, self._order(frozenset(kept))
-        held = held_by_pass(problem, stages, passes, kept, problem.memory, self._held_share)
+        problem, (segments, passes) = self._problem, self._order(frozenset(kept))
+        held = held_by_pass(problem, segments, passes, kept, problem.memory, self._held_share)
         all_shapes = []
-        for stage in stages:
-            indices = [index for index, p in enumerate(passes) if p.stage == stage.index]
+        for segment in segments:
+            indices = [index for index, p in enumerate(passes) if p.segment == segment.index]
             phases = [passes[index].phase for index in indices]
             most = max((held[index] for index in indices), key=sum, default=(0, 0))
             backward = any(phase != "forward" for phase in phases)
-            shapes = StageTiles(
-                problem, stage, workers, kept, most, backward, phases, self._room_of_tiles, problem.reading.threads
+            shapes = SegmentTiles(
+                problem, segment, workers, kept, most, backward, phases, self._room_of_tiles, problem.reading.threads
             )
             self._look_through(shapes, closely=closely or self._tiles is not None)
             all_shapes.append(shapes)
@@ -122,9 +122,9 @@ class Fitter:
         readers = self._set_readers(all_shapes, chosen, total(fixed))
         described = tuple(shapes.describe(cost) for shapes, cost in zip(all_shapes, chosen, strict=True))
         if chosen:
-            peak = total(fixed) + max(total(stage.memory) for stage in described)
-            tiles = max(amount_of(stage.memory, estimate.TILES) for stage in described)
-            copies = estimate.weights(problem, stages, peak + estimate.useful_allocator_cache_bytes(tiles))
+            peak = total(fixed) + max(total(segment.memory) for segment in described)
+            tiles = max(amount_of(segment.memory, estimate.TILES) for segment in described)
+            copies = estimate.weights(problem, segments, peak + estimate.useful_allocator_cache_bytes(tiles))
             fixed, peak = (*fixed, copies), peak + copies.size_bytes
             fixed = (*fixed, estimate.allocator_cache(problem, peak, tiles))
         whole = [node for node in problem.graph.nodes if node.whole and node.op not in (GATHER, "gigagrad.item")]
@@ -134,7 +134,7 @@ class Fitter:
             memory_format="contiguous",
             workers=workers,
             threads=1 if workers > 1 else problem.machine.threads,
-            stages=described,
+            segments=described,
             steps=passes,
             kept=tuple(_kept_field(problem, i, problem.tier(kept[i])) for i in sorted(kept)),
             whole_field=tuple(WholeField(node.op, node.origin.module_path, node.nbytes) for node in whole),
@@ -144,7 +144,7 @@ class Fitter:
             readers=readers,
         )
 
-    def _set_readers(self, all_shapes: list[StageTiles], chosen: list[TileCost], fixed_bytes: int) -> int:
+    def _set_readers(self, all_shapes: list[SegmentTiles], chosen: list[TileCost], fixed_bytes: int) -> int:
         """Have the tiles that were chosen read by as many threads as they can feed and the budget has room for."""
         budget_bytes = self._problem.budget_bytes
         pairs = list(zip(all_shapes, chosen, strict=True))
@@ -156,7 +156,7 @@ class Fitter:
                 break
         return readers
 
-    def _settle(self, all_shapes: list[StageTiles]) -> tuple[list[TileCost], int]:
+    def _settle(self, all_shapes: list[SegmentTiles]) -> tuple[list[TileCost], int]:
         """Choose tiles until all that are chosen have been costed exactly: no more are than look worth it.
 
         Raises `BudgetError` if there is none.
@@ -167,24 +167,24 @@ class Fitter:
             if not rough:
                 return chosen, compiled
             for shapes, cost in rough:
-                shapes.learn(self._costs.of(shapes.stage, cost.tile, backward=shapes.backward))
+                shapes.learn(self._costs.of(shapes.segment, cost.tile, backward=shapes.backward))
         for shapes in all_shapes:
             shapes.forget_rough()
         return self._choose(all_shapes)
 
-    def _look_through(self, tiles: StageTiles, *, closely: bool) -> None:
-        """Cost tile shapes that may serve a stage, as far as one in the middle tells, or exactly: from the smallest on,
-        as far as a few behind those that fit.
+    def _look_through(self, tiles: SegmentTiles, *, closely: bool) -> None:
+        """Cost tile shapes that may serve a segment, as far as one in the middle tells, or exactly: from the smallest
+        on, as far as a few behind those that fit.
         """
-        forced, stage = self._tiles, tiles.stage
+        forced, segment = self._tiles, tiles.segment
         shapes = (
-            [forced[min(stage.index, len(forced) - 1)]]
+            [forced[min(segment.index, len(forced) - 1)]]
             if forced
-            else tile_shapes(self._problem.graph, stage, self._problem.ranks)
+            else tile_shapes(self._problem.graph, segment, self._problem.ranks)
         )
         fit: list[bool] = []
         for shape in shapes:
-            cost = self._costs.of(stage, shape, backward=tiles.backward, roughly=not closely)
+            cost = self._costs.of(segment, shape, backward=tiles.backward, roughly=not closely)
             tiles.costs.append(cost)
             if closely:
                 tiles.exact.add(shape)
@@ -192,17 +192,18 @@ class Fitter:
             if any(fit) and not any(fit[-_TOO_LARGE_IN_A_ROW:]):
                 break
 
-    def _choose(self, all_shapes: list[StageTiles]) -> tuple[list[TileCost], int]:
-        """Return tiles for every stage, and the bytes that all their convolutions are compiled to, beside every stage.
+    def _choose(self, all_shapes: list[SegmentTiles]) -> tuple[list[TileCost], int]:
+        """Return tiles for every segment, and the bytes that all their convolutions are compiled to, beside every
+        segment.
 
-        What is compiled leaves less room for the tiles of every stage, so several caps of it are tried, from the most
+        What is compiled leaves less room for the tiles of every segment, so several caps of it are tried, from the most
         that any choice compiles to down to what the leanest do. Raises `BudgetError` if the leanest do not fit.
         """
         problem, fixed = self._problem, total(self._fixed)
         on_whole_fields = whole_compiled_convolutions(problem.graph, backward=problem.backward)
 
-        def compiled_bytes(by_stage: Iterable[int]) -> int:
-            return problem.compiled_bytes(on_whole_fields + sum(by_stage))
+        def compiled_bytes(by_segment: Iterable[int]) -> int:
+            return problem.compiled_bytes(on_whole_fields + sum(by_segment))
 
         most = sum(max(cost.compiled for cost in shapes.costs) for shapes in all_shapes)
         if problem.budget_bytes is None:
@@ -227,7 +228,7 @@ class Fitter:
         chosen = [choice.cost for choice in best]
         return chosen, compiled_bytes(cost.compiled for cost in chosen)
 
-    def _what_does_not_fit(self, all_shapes: list[StageTiles]) -> str:
+    def _what_does_not_fit(self, all_shapes: list[SegmentTiles]) -> str:
         if not all_shapes:
             whole = amount_of(self._fixed, estimate.WHOLE)
             return (
@@ -241,7 +242,7 @@ class Fitter:
         tiles = leanest.tile_peak_bytes
         beside = total(self._fixed) + hungriest.total(leanest) - tiles
         return (
-            f"stage {hungriest.stage.index} does not fit: its leanest tile, {leanest.tile[0]} x "
+            f"segment {hungriest.segment.index} does not fit: its leanest tile, {leanest.tile[0]} x "
             f"{leanest.tile[1]} px with a crop of {leanest.crop[0]} x {leanest.crop[1]} px, works on {tiles:,} bytes "
             f"beside {beside:,} bytes for the process, the parameters, the readers and the fields that are kept"
         )
@@ -254,10 +255,10 @@ def _kept_field(problem: Problem, node_id: int, tier: Tier) -> KeptField:
     return KeptField(node_id, tier.name, node.op, node.origin.module_path, node.shape, nbytes, storage)
 
 
-def _leanest(all_shapes: list[StageTiles], compiled_bytes: Callable[[Iterable[int]], int]) -> tuple[int, int]:
+def _leanest(all_shapes: list[SegmentTiles], compiled_bytes: Callable[[Iterable[int]], int]) -> tuple[int, int]:
     """Return the least memory that will do, and how many kernels convolutions may then be compiled to in all.
 
-    All stages share what is compiled, so with smaller tiles for one of them, in more shapes, all of them need more.
+    All segments share what is compiled, so with smaller tiles for one of them, in more shapes, all of them need more.
     """
     if not all_shapes:
         return compiled_bytes(()), 0
@@ -273,7 +274,7 @@ def _leanest(all_shapes: list[StageTiles], compiled_bytes: Callable[[Iterable[in
 
 
 def _fastest_within(choices: list[list[TileChoice]], room: int, most_compiled: int) -> list[TileChoice] | None:
-    """Return one choice for each stage that fits in `room` bytes, with no more compiled kernels in all; None if there
+    """Return one choice for each segment that fits in `room` bytes, with no more compiled kernels in all; None if there
     are none.
 
     Greedy: from those that compile to least on, always the step that saves the most seconds for a kernel.

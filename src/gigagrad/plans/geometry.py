@@ -1,8 +1,8 @@
 """Compute which part of every field one tile needs: integer box arithmetic, one axis at a time.
 
-Tiles are the boxes of a regular grid over the reference field (the stage's largest target). Targets of other sizes are
-cut at the proportional places, so that the tiles partition every target whatever its size. From the spans a tile wants
-of its targets, the spans of all other fields follow backwards through the operator table.
+Tiles are the boxes of a regular grid over the reference field (the segment's largest target). Targets of other sizes
+are cut at the proportional places, so that the tiles partition every target whatever its size. From the spans a tile
+wants of its targets, the spans of all other fields follow backwards through the operator table.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from itertools import repeat
 from gigagrad.boxes import Box, Span, split
 from gigagrad.graphs import Call, Graph, Node, lookup
 from gigagrad.graphs.graph import fill
-from gigagrad.plans.stages import Stage, is_read
+from gigagrad.plans.segments import Segment, is_read
 
 _MOST_ANSWERS = 1024
 """Spans of one operator that are remembered."""
@@ -80,7 +80,7 @@ Step = tuple[int, tuple[int, ...], Callable[[Span], tuple[Span | None, ...]]]
 
 def remembered_steps(graph: Graph) -> tuple[dict[int, Step], ...]:
     """Return the steps of all fields that are computed, by axis and field. They remember the spans that they lead to
-    while stages and their tiles are compared: most of them are asked for the same spans again, and operators that
+    while segments and their tiles are compared: most of them are asked for the same spans again, and operators that
     differ in what they read alone need the same. These are so few that they take some megabytes for a graph.
     """
     answers: dict[tuple[object, ...], Callable[[Span], tuple[Span | None, ...]]] = {}
@@ -112,20 +112,20 @@ def _needs(call: Call, axis: int, out: Span) -> tuple[Span | None, ...]:
 
 
 class Grid:
-    """The tiles of one stage. Geometry is computed when asked for; neighbouring tiles share rows and columns of it.
+    """The tiles of one segment. Geometry is computed when asked for; neighbouring tiles share rows and columns of it.
     `steps`: those that remember.
     """
 
     def __init__(
-        self, graph: Graph, stage: Stage, tile: tuple[int, int], steps: tuple[dict[int, Step], ...] | None = None
+        self, graph: Graph, segment: Segment, tile: tuple[int, int], steps: tuple[dict[int, Step], ...] | None = None
     ) -> None:
         self.graph = graph
-        self.stage = stage
+        self.segment = segment
         self.tile = tile
-        self.targets = stage.targets(graph)
-        self.reference = reference(graph, stage)
+        self.targets = segment.targets(graph)
+        self.reference = reference(graph, segment)
         self._steps = [
-            [steps[axis][i] if steps else _step(graph, i, axis) for i in reversed(stage.fields)] for axis in (0, 1)
+            [steps[axis][i] if steps else _step(graph, i, axis) for i in reversed(segment.fields)] for axis in (0, 1)
         ]
         self.axes = tuple(split(graph[self.reference].size(axis), tile[axis]) for axis in (0, 1))
         self.axis_geometry = lru_cache(maxsize=512)(self._axis_geometry)
@@ -150,7 +150,7 @@ class Grid:
     @property
     def by_rows(self) -> bool:
         """Say whether tiles come row by row, not column by column."""
-        return runs_by_rows(self.stage, self.graph[self.reference])
+        return runs_by_rows(self.segment, self.graph[self.reference])
 
     def finished_rows(self, field: int) -> list[int]:
         """Return how many of a field's rows, from the top, no tile reads any more, by the rows of tiles that are
@@ -222,24 +222,24 @@ def axis_geometry(steps: list[Step], wanted: dict[int, Span]) -> AxisGeometry:
     return AxisGeometry(spans, operand_spans, wanted)
 
 
-def reference(graph: Graph, stage: Stage) -> int:
+def reference(graph: Graph, segment: Segment) -> int:
     """Return the largest target."""
-    return max(stage.targets(graph), key=lambda i: graph[i].size(0) * graph[i].size(1))
+    return max(segment.targets(graph), key=lambda i: graph[i].size(0) * graph[i].size(1))
 
 
-def runs_by_rows(stage: Stage, reference: Node) -> bool:
+def runs_by_rows(segment: Segment, reference: Node) -> bool:
     """Run along the shorter side first, so that few pixels are decoded twice; an output is delivered in rows."""
-    return stage.output is not None or reference.size(0) >= reference.size(1)
+    return segment.output is not None or reference.size(0) >= reference.size(1)
 
 
-def lattice(graph: Graph, stage: Stage) -> tuple[int, int]:
+def lattice(graph: Graph, segment: Segment) -> tuple[int, int]:
     """Return the pixels of the reference field per pixel of the coarsest field, per axis: tiles aligned to it waste
     least.
     """
-    targets = stage.targets(graph)
+    targets = segment.targets(graph)
     sizes = []
     for axis in (0, 1):
         finest = max(graph[i].size(axis) for i in targets)
-        coarsest = min(graph[i].size(axis) for i in (*stage.fields, *stage.reads))
+        coarsest = min(graph[i].size(axis) for i in (*segment.fields, *segment.reads))
         sizes.append(max(1, round(finest / max(coarsest, 1))))
     return sizes[0], sizes[1]

@@ -8,17 +8,17 @@ from math import ceil
 from gigagrad.graphs import SCATTER, Graph
 from gigagrad.plans.problem import Problem
 from gigagrad.plans.program import Key, Tiles
-from gigagrad.plans.stages import Stage, is_read
+from gigagrad.plans.segments import Segment, is_read
 from gigagrad.stores import Tier
 
 
-def lifetimes(graph: Graph, stages: tuple[Stage, ...], passes: tuple[Tiles, ...]) -> dict[Key, range]:
+def lifetimes(graph: Graph, segments: tuple[Segment, ...], passes: tuple[Tiles, ...]) -> dict[Key, range]:
     """Return in which passes, by index, every kept field and every field of cotangents is in memory."""
-    producers = {field: stage for stage in stages for field in stage.kept}
+    producers = {field: segment for segment in segments for field in segment.kept}
     found: dict[Key, range] = {}
     for field, producer in producers.items():
-        own = [index for index, p in enumerate(passes) if p.stage == producer.index]
-        read = [index for index, p in enumerate(passes) if field in stages[p.stage].reads]
+        own = [index for index, p in enumerate(passes) if p.segment == producer.index]
+        read = [index for index, p in enumerate(passes) if field in segments[p.segment].reads]
         found[field, False] = range(own[0], max([*own, *read]) + 1)
         end = next((index for index in own if passes[index].phase != "forward"), None)
         if graph[field].differentiable and end is not None:
@@ -27,20 +27,20 @@ def lifetimes(graph: Graph, stages: tuple[Stage, ...], passes: tuple[Tiles, ...]
             found[field, True] = range(start, end + 1)
     for node in graph.nodes:
         if node.is_field and is_read(graph, node.id) and node.differentiable:
-            read = [i for i, p in enumerate(passes) if node.id in stages[p.stage].reads and p.phase != "forward"]
+            read = [i for i, p in enumerate(passes) if node.id in segments[p.segment].reads and p.phase != "forward"]
             if read:
                 # The image's own gradient stays until the end.
                 found[node.id, True] = range(min(read), max(read) + 1 if node.op == SCATTER else len(passes))
     return found
 
 
-def holds_whole(key: Key, stages: tuple[Stage, ...], passes: tuple[Tiles, ...], handed: int | None) -> bool:
+def holds_whole(key: Key, segments: tuple[Segment, ...], passes: tuple[Tiles, ...], handed: int | None) -> bool:
     """Say whether a buffer is there as a whole: of the gradient that is `handed` over only where several passes add to
     it.
     """
     if key != (handed, True):
         return True
-    return sum(p.phase != "forward" and handed in stages[p.stage].reads for p in passes) > 1
+    return sum(p.phase != "forward" and handed in segments[p.segment].reads for p in passes) > 1
 
 
 def buffer_bytes(problem: Problem, key: Key, tier: Tier, size: tuple[int, int]) -> int:
@@ -58,7 +58,7 @@ def is_replicated(graph: Graph, key: Key) -> bool:
 
 def held_by_pass(
     problem: Problem,
-    stages: tuple[Stage, ...],
+    segments: tuple[Segment, ...],
     passes: tuple[Tiles, ...],
     kept: Mapping[int, str],
     tier: Tier,
@@ -69,9 +69,9 @@ def held_by_pass(
     """
     graph = problem.graph
     held = [[0, 0] for _ in passes]
-    for key, when in lifetimes(graph, stages, passes).items():
+    for key, when in lifetimes(graph, segments, passes).items():
         field, cotangent = key
-        whole = holds_whole(key, stages, passes, problem.handed)
+        whole = holds_whole(key, segments, passes, problem.handed)
         if whole and kept.get(field, problem.memory.name) == tier.name:
             size = buffer_bytes(problem, key, tier, (graph[field].size(0), graph[field].size(1)))
             if not is_replicated(graph, key):

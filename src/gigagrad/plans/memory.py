@@ -16,34 +16,34 @@ import torch
 from gigagrad.graphs import GATHER, MOMENTS, SCATTER, Call, Graph, Layout, Node, lookup
 from gigagrad.graphs.op_rules import Saved, registered
 from gigagrad.plans.geometry import AxisGeometry, Grid, TileGeometry
-from gigagrad.plans.stages import Stage, summed_globals
+from gigagrad.plans.segments import Segment, summed_globals
 
 
 def crop_bytes(graph: Graph, tile: TileGeometry, node_id: int) -> int:
     return tile.pixels(node_id) * graph[node_id].bytes_per_pixel
 
 
-def tile_peak_bytes(graph: Graph, stage: Stage, tile: TileGeometry, *, backward: bool, rounds: bool = False) -> int:
+def tile_peak_bytes(graph: Graph, segment: Segment, tile: TileGeometry, *, backward: bool, rounds: bool = False) -> int:
     """Predict the peak bytes of all crops, saved tensors, cotangents and workspaces of one tile; `rounds`: kept fields
     are rounded on the way to their stores.
     """
-    size = {i: crop_bytes(graph, tile, i) for i in (*stage.reads, *stage.fields)}
-    run = [i for i in stage.fields if size[i]]
+    size = {i: crop_bytes(graph, tile, i) for i in (*segment.reads, *segment.fields)}
+    run = [i for i in segment.fields if size[i]]
     pending = _reader_counts(graph, run)
     released = _released(graph, run) if backward else {}
     saved = {i for crops in released.values() for i in crops}
     workspace = {i: workspace_bytes(graph, tile, i) for i in run}
     if rounds:  # beside the values, packed ones and what comes back of them
-        workspace |= {i: max(workspace[i], 2 * size[i]) for i in run if i in stage.kept}
+        workspace |= {i: max(workspace[i], 2 * size[i]) for i in run if i in segment.kept}
 
-    live = sum(size[i] for i in stage.reads)
+    live = sum(size[i] for i in segment.reads)
     peak = live
     for node_id in run:
         live += size[node_id]
         peak = max(peak, live + workspace[node_id])
         for operand in graph.reads[node_id]:
             pending[operand] -= 1
-            if not pending[operand] and operand not in saved and operand not in stage.reads:
+            if not pending[operand] and operand not in saved and operand not in segment.reads:
                 live -= size[operand]
     if not backward:
         return peak
@@ -51,7 +51,7 @@ def tile_peak_bytes(graph: Graph, stage: Stage, tile: TileGeometry, *, backward:
     cotangents: dict[int, int] = {i: size[i] for i in run if i not in pending and graph[i].differentiable}
     waiting = sum(cotangents.values())
     # A moment's gradient is made of a few passes over its field, before anything else is pulled back.
-    moments = [graph[r].operands[0] for r in stage.reductions if graph[r].op == MOMENTS and graph[r].differentiable]
+    moments = [graph[r].operands[0] for r in segment.reductions if graph[r].op == MOMENTS and graph[r].differentiable]
     passes = [3 * size.get(i, 0) * max(1, 4 // graph[i].dtype.itemsize) for i in moments]
     peak = max(peak, live + waiting + max(passes, default=0))
     for node_id in reversed(run):
@@ -65,7 +65,7 @@ def tile_peak_bytes(graph: Graph, stage: Stage, tile: TileGeometry, *, backward:
         waiting += sum(first.values())
         peak = max(peak, live + waiting + fresh + workspace[node_id])
         waiting -= cotangents.pop(node_id, 0)
-        live -= sum(size[i] for i in released.get(node_id, ()) if i not in stage.reads)
+        live -= sum(size[i] for i in released.get(node_id, ()) if i not in segment.reads)
     return peak
 
 
@@ -73,7 +73,7 @@ def whole_field_bytes(graph: Graph, *, backward: bool) -> int:
     """Predict the peak bytes of what whole-field operators make: with gradients, what autograd keeps of it until its
     backward, and the cotangents that are alive at the worst moment of that.
 
-    A gathered field is counted among the kept ones, too; here it is counted because it outlives its stage.
+    A gathered field is counted among the kept ones, too; here it is counted because it outlives its segment.
     """
     whole = [node for node in graph.nodes if node.whole]
     passing = passing_values(graph)
@@ -104,9 +104,9 @@ def whole_field_bytes(graph: Graph, *, backward: bool) -> int:
             if graph[i].whole and graph[i].differentiable:
                 live[i] = graph[i].nbytes
         peak = max(peak, sum(live.values()) + touched[node.id])
-        if node.op != GATHER:  # its cotangent waits for the pass of the stage that made the field
+        if node.op != GATHER:  # its cotangent waits for the pass of the segment that made the field
             del live[node.id]
-    # Handed over by the stages that read it tile by tile: a sum in float64 beside its rounded copy.
+    # Handed over by the segments that read it tile by tile: a sum in float64 beside its rounded copy.
     handed = max((12 * prod(n.shape) for n in graph.nodes if n.op == SCATTER and n.differentiable), default=0)
     return max(most, values + max(peak, handed) + _cast_bytes(graph))
 
@@ -190,18 +190,18 @@ def worst_tile(grid: Grid) -> TileGeometry:
     return grid[row * grid.shape[1] + column]
 
 
-def largest_block_bytes(graph: Graph, stage: Stage, tile: TileGeometry) -> int:
+def largest_block_bytes(graph: Graph, segment: Segment, tile: TileGeometry) -> int:
     """Return the bytes of a tile's largest crop, or of a larger global: tiles make copies and gradients of both."""
-    crops = [crop_bytes(graph, tile, i) for i in (*stage.reads, *stage.fields)]
-    return max([*crops, *(graph[i].nbytes for i in stage.globals)], default=0)
+    crops = [crop_bytes(graph, tile, i) for i in (*segment.reads, *segment.fields)]
+    return max([*crops, *(graph[i].nbytes for i in segment.globals)], default=0)
 
 
 def compiled_convolutions(grid: Grid, *, backward: bool) -> int:
-    """Count the kernels that oneDNN's cache comes to hold of a stage: one for every convolution, forward and twice
+    """Count the kernels that oneDNN's cache comes to hold of a segment: one for every convolution, forward and twice
     backward, in every shape that tiles ask of it.
     """
     graph = grid.graph
-    calls = [Call(graph[i], graph.operands(graph[i])) for i in grid.stage.fields if lookup(graph[i].op).compiled]
+    calls = [Call(graph[i], graph.operands(graph[i])) for i in grid.segment.fields if lookup(graph[i].op).compiled]
     extents: list[list[set[tuple[int, ...]]]] = []
     for axis in (0, 1):
         kernels = partial(_kernels, calls, axis)
@@ -228,9 +228,9 @@ def whole_compiled_convolutions(graph: Graph, *, backward: bool) -> int:
     return count * (3 if backward else 1)
 
 
-def gradient_sum_bytes(graph: Graph, stage: Stage, sum_dtype: torch.dtype) -> int:
-    """Count the sums of the gradients of what a stage reads beside fields, in its backward pass."""
-    return sum(sum_dtype.itemsize * prod(graph[i].shape) for i in summed_globals(graph, stage))
+def gradient_sum_bytes(graph: Graph, segment: Segment, sum_dtype: torch.dtype) -> int:
+    """Count the sums of the gradients of what a segment reads beside fields, in its backward pass."""
+    return sum(sum_dtype.itemsize * prod(graph[i].shape) for i in summed_globals(graph, segment))
 
 
 def _reader_counts(graph: Graph, run: list[int]) -> dict[int, int]:

@@ -1,12 +1,12 @@
-"""Partition a plan over ranks: who computes which parts of every stage, which pixels of every field it holds for that,
-and what travels.
+"""Partition a plan over ranks: who computes which chunks of every segment, which pixels of every field it holds for
+that, and what travels.
 
 A rank holds what its tiles write of a kept field, and what they read of it in any later pass. Of a field's cotangents,
 during a pass that reads it, it holds what its tiles are the first to reach; what they add to pixels that other
 ranks reach first travels when the pass is over, to whoever needs it next.
 
 Small sums come to all ranks whole, from each to each; of large ones each rank has a share. It joins that, in the order
-of parts, and gives it to the others: what the next pass needs at once, gradients of parameters when the step is over.
+of chunks, and gives it to the others: what the next pass needs at once, gradients of parameters when the step is over.
 So a rank sends as much as it would around a ring (Thakur, Rabenseifner and Gropp, "Optimization of Collective
 Communication Operations in MPICH", 2005, section 4.4), and adds as little.
 """
@@ -22,11 +22,11 @@ import torch
 
 from gigagrad.boxes import Box, apart, shared, without
 from gigagrad.graphs import MOMENTS, Graph, merge_of
-from gigagrad.plans.parts import Parts, parts_of
+from gigagrad.plans.chunks import Chunks, chunks_of
 from gigagrad.plans.plan import Plan
 from gigagrad.plans.problem import Problem
 from gigagrad.plans.program import Bytes, Sum
-from gigagrad.plans.stages import Stage, is_read, summed_globals
+from gigagrad.plans.segments import Segment, is_read, summed_globals
 
 _TOLD_BYTES = 2**16
 """Sums of a pass that are no more travel whole: on a fast link that takes less than a further meeting."""
@@ -34,30 +34,33 @@ _TOLD_BYTES = 2**16
 _AT_ONCE_BYTES = 2**24
 
 PartBox = tuple[int, Box]
-"""The share of a part that goes to pixels which another rank reaches first: the part, and the box."""
+"""The share of a chunk that goes to pixels which another rank reaches first: the chunk, and the box."""
 
 
 class Partition:
-    """The parts of a plan, its kept fields and the cotangents of what its stages read, divided among so many ranks."""
+    """The chunks of a plan, its kept fields and the cotangents of what its segments read, divided among so many
+    ranks.
+    """
 
     def __init__(self, graph: Graph, plan: Plan, count: int) -> None:
         self.count = count
-        self._graph, self._described, self._stages = graph, plan.stages, plan.computed
-        self._producers = {field: stage.index for stage in self._stages for field in stage.kept}
-        self.parts, self._first_part = cache(self._find_parts), cache(self._find_first_part)
+        self._graph, self._described, self._segments = graph, plan.segments, plan.computed
+        self._producers = {field: segment.index for segment in self._segments for field in segment.kept}
+        self.chunks, self._first_chunk = cache(self._find_chunks), cache(self._find_first_chunk)
         self.held, self.written, self.read = cache(self._find_held), cache(self._find_written), cache(self._find_read)
         self.halo = cache(self._find_halo)
         """Boxes that a rank sends another one of a kept field, once it is written: by field, sender and receiver."""
-        self._differentiated = [self._stages[p.stage] for p in plan.passes if p.phase != "forward"]
+        self._differentiated = [self._segments[p.segment] for p in plan.passes if p.phase != "forward"]
         self.adding, self._first = cache(self._find_adding), cache(self._find_first)
         self.held_cotangents = cache(self._find_held_cotangents)
         self.sums, self.overlaps = cache(self._find_sums), cache(self._find_overlaps)
-        """Boxes that a rank sends another one after a pass over a stage, by stage, field, sender and receiver: of
-        what it has summed up alone, and what its parts add to pixels that others reach first, in the order of parts."""
+        """Boxes that a rank sends another one after a pass over a segment, by segment, field, sender and receiver: of
+        what it has summed up alone, and what its chunks add to pixels that others reach first, in the order of
+        chunks."""
 
-    def own(self, stage: int, rank: int) -> range:
-        """Return the parts of a stage that a rank computes."""
-        return range(self._first_part(stage, rank), self._first_part(stage, rank + 1))
+    def own(self, segment: int, rank: int) -> range:
+        """Return the chunks of a segment that a rank computes."""
+        return range(self._first_chunk(segment, rank), self._first_chunk(segment, rank + 1))
 
     def whole(self, field: int) -> Box:
         """Return the box of all of a field."""
@@ -68,73 +71,73 @@ class Partition:
         missing = without(self.held(field, receiver), self.written(field, receiver))
         return shared(missing, self.written(field, sender))
 
-    def _find_parts(self, stage: int) -> Parts:
-        return parts_of(self._graph, self._described[stage])
+    def _find_chunks(self, segment: int) -> Chunks:
+        return chunks_of(self._graph, self._described[segment])
 
-    def _find_first_part(self, stage: int, rank: int) -> int:
-        parts = self.parts(stage)
-        return len(parts) if rank == self.count else parts.nearest(len(parts.grid) * rank // self.count)
+    def _find_first_chunk(self, segment: int, rank: int) -> int:
+        chunks = self.chunks(segment)
+        return len(chunks) if rank == self.count else chunks.nearest(len(chunks.grid) * rank // self.count)
 
     def _find_written(self, field: int, rank: int) -> list[Box]:
         """Return what a rank's tiles write of a kept field: of all ranks together the whole field, once."""
-        stage = self._producers[field]
-        return self.parts(stage).written(field, self._tiles(stage, rank))
+        segment = self._producers[field]
+        return self.chunks(segment).written(field, self._tiles(segment, rank))
 
-    def _find_read(self, stage: int, field: int, rank: int) -> list[Box]:
-        """Return what a rank's tiles read of a field in a pass of a stage; boxes may overlap."""
-        return self.parts(stage).read(field, self._tiles(stage, rank))
+    def _find_read(self, segment: int, field: int, rank: int) -> list[Box]:
+        """Return what a rank's tiles read of a field in a pass of a segment; boxes may overlap."""
+        return self.chunks(segment).read(field, self._tiles(segment, rank))
 
     def _find_held(self, field: int, rank: int) -> list[Box]:
         """Return what a rank holds of a kept field."""
         if self._graph.gathers(field):
             return [self.whole(field)]
-        reading = [stage.index for stage in self._stages if field in stage.reads]
-        read = [box for stage in reading for box in self.read(stage, field, rank)]
+        reading = [segment.index for segment in self._segments if field in segment.reads]
+        read = [box for segment in reading for box in self.read(segment, field, rank)]
         return apart([*self.written(field, rank), *read])
 
-    def _tiles(self, stage: int, rank: int) -> range:
-        own, parts = self.own(stage, rank), self.parts(stage)
-        return range(parts.start(own.start), parts.start(own.stop))
+    def _tiles(self, segment: int, rank: int) -> range:
+        own, chunks = self.own(segment, rank), self.chunks(segment)
+        return range(chunks.start(own.start), chunks.start(own.stop))
 
-    def wanted_next(self, stage: int, field: int, rank: int) -> list[Box]:
-        """Return what a rank needs of a field's cotangents after a pass over a stage: what it is the first to reach in
-        the next pass that adds to them; after the last one what it wrote, or all of it where no stage wrote it.
+    def wanted_next(self, segment: int, field: int, rank: int) -> list[Box]:
+        """Return what a rank needs of a field's cotangents after a pass over a segment: what it is the first to reach
+        in the next pass that adds to them; after the last one what it wrote, or all of it where no segment wrote it.
         """
         adding = self.adding(field)
-        following = adding.index(stage) + 1
+        following = adding.index(segment) + 1
         return self._first(adding[following], field, rank) if following < len(adding) else self._at_last(field, rank)
 
-    def elsewhere(self, stage: int, field: int, rank: int) -> list[Box]:
-        """Return the pixels of a field that ranks before this one reach first in a pass over a stage."""
-        return self.parts(stage).reached_before(field, self.own(stage, rank).start)
+    def elsewhere(self, segment: int, field: int, rank: int) -> list[Box]:
+        """Return the pixels of a field that ranks before this one reach first in a pass over a segment."""
+        return self.chunks(segment).reached_before(field, self.own(segment, rank).start)
 
-    def _find_sums(self, stage: int, field: int, sender: int, receiver: int) -> list[Box]:
-        return shared(self._first(stage, field, sender), self.wanted_next(stage, field, receiver))
+    def _find_sums(self, segment: int, field: int, sender: int, receiver: int) -> list[Box]:
+        return shared(self._first(segment, field, sender), self.wanted_next(segment, field, receiver))
 
-    def _find_overlaps(self, stage: int, field: int, sender: int, receiver: int) -> list[PartBox]:
-        before = self.elsewhere(stage, field, sender)
+    def _find_overlaps(self, segment: int, field: int, sender: int, receiver: int) -> list[PartBox]:
+        before = self.elsewhere(segment, field, sender)
         found = []
-        for part in self.own(stage, sender) if before else ():
-            boxes = [box for box in self.parts(stage).overlaps(field, part) if box is not None]
-            for box in shared(shared(boxes, before), self.wanted_next(stage, field, receiver)):
-                found.append((part, box))
+        for chunk in self.own(segment, sender) if before else ():
+            boxes = [box for box in self.chunks(segment).overlaps(field, chunk) if box is not None]
+            for box in shared(shared(boxes, before), self.wanted_next(segment, field, receiver)):
+                found.append((chunk, box))
         return found
 
     def _find_adding(self, field: int) -> list[int]:
-        """Return the stages whose passes add to a field's cotangents, in the order in which they run."""
-        return [stage.index for stage in self._differentiated if field in stage.reads]
+        """Return the segments whose passes add to a field's cotangents, in the order in which they run."""
+        return [segment.index for segment in self._differentiated if field in segment.reads]
 
-    def _find_first(self, stage: int, field: int, rank: int) -> list[Box]:
+    def _find_first(self, segment: int, field: int, rank: int) -> list[Box]:
         """Return the pixels that a rank's tiles reach before those of all others: of all ranks together the whole
         field.
         """
         last = rank == self.count - 1
-        until = [self.whole(field)] if last else self.elsewhere(stage, field, rank + 1)
-        return without(until, self.elsewhere(stage, field, rank))
+        until = [self.whole(field)] if last else self.elsewhere(segment, field, rank + 1)
+        return without(until, self.elsewhere(segment, field, rank))
 
     def _find_held_cotangents(self, field: int, rank: int) -> list[Box]:
         """Return what a rank holds of a field's cotangents, in any pass."""
-        first = [box for stage in self.adding(field) for box in self._first(stage, field, rank)]
+        first = [box for segment in self.adding(field) for box in self._first(segment, field, rank)]
         return apart([*first, *self._at_last(field, rank)])
 
     def _at_last(self, field: int, rank: int) -> list[Box]:
@@ -153,12 +156,12 @@ def how_summed(problem: Problem, nodes: Sequence[int]) -> Sum:
     return Sum(whole, tuple(i for i in now if i not in whole), late)
 
 
-def late_gradients(graph: Graph, stages: Sequence[Stage]) -> list[list[int]]:
+def late_gradients(graph: Graph, segments: Sequence[Segment]) -> list[list[int]]:
     """Return the parameters whose gradients ranks have shares of until the step is over, as they are put together then:
     a few at a time, so that their messages do not take much memory.
     """
     found, nbytes = list[list[int]](), 0
-    for i in sorted({i for stage in stages for i in summed_globals(graph, stage) if graph[i].op == "parameter"}):
+    for i in sorted({i for segment in segments for i in summed_globals(graph, segment) if graph[i].op == "parameter"}):
         own = prod(graph[i].shape) * gradient_dtype(graph, i).itemsize
         if not found or nbytes + own > _AT_ONCE_BYTES:
             found.append([])
@@ -179,7 +182,7 @@ def sum_dtype(problem: Problem, node: int) -> torch.dtype:
 
 
 def gradient_dtype(graph: Graph, parameter: int) -> torch.dtype:
-    """Return the type of a parameter's gradient, once it is summed: sums over stages are added up in no less than
+    """Return the type of a parameter's gradient, once it is summed: sums over segments are added up in no less than
     float32.
     """
     dtype = graph[parameter].dtype
@@ -187,8 +190,8 @@ def gradient_dtype(graph: Graph, parameter: int) -> torch.dtype:
 
 
 def sum_bytes(problem: Problem, summed: Sum, ranks: int) -> Bytes:
-    """Return, as `(ranks,)`, the bytes of one sum in a message to each of them, behind a part and whether each node has
-    a sum.
+    """Return, as `(ranks,)`, the bytes of one sum in a message to each of them, behind a chunk and whether each node
+    has a sum.
     """
     head = 8 * (1 + len(summed.all))
     whole = sum(prod(problem.graph[i].shape) * sum_dtype(problem, i).itemsize for i in summed.whole)

@@ -11,18 +11,18 @@ from typing import Any, Final
 from gigagrad.graphs import Graph
 from gigagrad.plans.description import describe
 from gigagrad.plans.program import Step, Tiles, Whole, from_plain, held_bytes, live, to_plain
-from gigagrad.plans.stages import Stage
+from gigagrad.plans.segments import Segment
 
 
 @dataclass(frozen=True, slots=True)
-class StagePlan:
-    """One stage: what it computes, its tiles and what a tile costs. Sizes in pixels of the field named, memory in
+class SegmentPlan:
+    """One segment: what it computes, its tiles and what a tile costs. Sizes in pixels of the field named, memory in
     bytes.
     """
 
-    computes: Stage
+    computes: Segment
     tile: tuple[int, int]
-    """Height and width of a tile on the stage's largest target field."""
+    """Height and width of a tile on the segment's largest target field."""
     tiles: tuple[int, int]
     crop: tuple[int, int]
     """Height and width of the largest crop read of an image: tile plus halo."""
@@ -31,8 +31,8 @@ class StagePlan:
     tile_peak_bytes: int
     largest_block_bytes: int = 0
     """The largest of the blocks that its tiles are computed in."""
-    parts: int = 1
-    """Into how many runs of tiles its sums are divided (`gigagrad.plans.parts`)."""
+    chunks: int = 1
+    """Into how many runs of tiles its sums are divided (`gigagrad.plans.chunks`)."""
     memory: tuple[Amount, ...] = ()
     """Amounts that its passes add to what is fixed and to what is kept."""
     beside_bytes: int = 0
@@ -41,7 +41,7 @@ class StagePlan:
     computed side by side, what their blocks may need beyond any order of freed ones."""
     forward_seconds: float = 0.0
     backward_seconds: float = 0.0
-    """One pass of this stage without and with gradients, by the cost model."""
+    """One pass of this segment without and with gradients, by the cost model."""
 
     @property
     def index(self) -> int:
@@ -83,7 +83,7 @@ def amount_of(amounts: Iterable[Amount], *names: str) -> int:
 
 @dataclass(frozen=True, slots=True)
 class KeptField:
-    """A field that is there from the stage that computes it to the last one that reads it."""
+    """A field that is there from the segment that computes it to the last one that reads it."""
 
     node: int
     tier: str
@@ -132,13 +132,13 @@ class Plan:
     """Tiles computed at the same time, by one thread each; with 1, all threads share the operators of one tile."""
     threads: int
     """That share the operators of a tile: their sums depend on how many there are."""
-    stages: tuple[StagePlan, ...]
+    segments: tuple[SegmentPlan, ...]
     steps: tuple[Step, ...]
     kept: tuple[KeptField, ...]
     whole_field: tuple[WholeField, ...]
     budget_bytes: int | None
     fixed: tuple[Amount, ...] = ()
-    """Amounts held whichever stage is computed."""
+    """Amounts held whichever segment is computed."""
     whole_seconds: float = 0.0
     """Seconds of whole-field operators, by the cost model; of the whole image at once all of it."""
     ranks: RankPlan | None = None
@@ -156,27 +156,27 @@ class Plan:
         return tuple(step for step in self.steps if isinstance(step, Tiles))
 
     @cached_property
-    def computed(self) -> tuple[Stage, ...]:
-        """The stages, in order."""
-        return tuple(stage.computes for stage in self.stages)
+    def computed(self) -> tuple[Segment, ...]:
+        """The segments, in order."""
+        return tuple(segment.computes for segment in self.segments)
 
     @property
     def whole(self) -> str | None:
         """The phases that PyTorch runs of the model and the loss by itself on the whole image, `forward` or `forward
-        and backward`: then there are no stages. None: it is computed in tiles.
+        and backward`: then there are no segments. None: it is computed in tiles.
         """
         return next((step.phase for step in self.steps if isinstance(step, Whole)), None)
 
     @cached_property
     def moments(self) -> tuple[tuple[Amount, ...], ...]:
-        """The memory held during each pass. What does not depend on the pass alone is the most that its stage's passes
-        make of it.
+        """The memory held during each pass. What does not depend on the pass alone is the most that its segment's
+        passes make of it.
         """
         share = 1.0 if self.ranks is None else self.ranks.held_share
         found = []
         for step, buffers in live(self.steps):
             fields, cotangents = held_bytes(buffers, MEMORY, share)
-            own = (Amount(FIELDS, fields), Amount(COTANGENTS, cotangents), *self.stages[step.stage].memory)
+            own = (Amount(FIELDS, fields), Amount(COTANGENTS, cotangents), *self.segments[step.segment].memory)
             found.append((*self.fixed, *own))
         return tuple(found) or (self.fixed,)
 
@@ -225,21 +225,21 @@ class Plan:
 
     @property
     def _pass_seconds(self) -> tuple[float, ...]:
-        stages = self.stages
+        segments = self.segments
         return tuple(
-            stages[p.stage].forward_seconds if p.phase == "forward" else stages[p.stage].backward_seconds
+            segments[p.segment].forward_seconds if p.phase == "forward" else segments[p.segment].backward_seconds
             for p in self.passes
         )
 
     @property
     def tile(self) -> tuple[int, int]:
-        """Height and width of the tiles of the last field; a model without any stage has one tile, the image."""
-        return self.stages[-1].tile if self.stages else (self.image_shape[-2], self.image_shape[-1])
+        """Height and width of the tiles of the last field; a model without any segment has one tile, the image."""
+        return self.segments[-1].tile if self.segments else (self.image_shape[-2], self.image_shape[-1])
 
     @property
     def tile_count(self) -> int:
         """Tiles run in one step, over all passes; the whole image is one."""
-        return bool(self.whole) + sum(self.stages[p.stage].tile_count for p in self.passes)
+        return bool(self.whole) + sum(self.segments[p.segment].tile_count for p in self.passes)
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain types only, for JSON."""
@@ -257,7 +257,7 @@ class Plan:
         return found
 
     def memory_parts(self) -> list[tuple[str, int]]:
-        """Return the amounts that the predicted peak adds up from: a name for people, and bytes. Parts of nothing are
+        """Return the amounts that the predicted peak adds up from: a name for people, and bytes. Chunks of nothing are
         left out.
         """
         return [(amount.name, amount.size_bytes) for amount in self.memory_at_peak if amount.size_bytes]
@@ -284,10 +284,10 @@ class Placement:
     """The tier that the field is kept in; None if it is not kept."""
     storage: str
     """The type that its values are rounded to there."""
-    stages: tuple[int, ...]
-    """The stages that compute it."""
+    segments: tuple[int, ...]
+    """The segments that compute it."""
     readers: tuple[int, ...]
-    """The stages that read it, if it is kept."""
+    """The segments that read it, if it is kept."""
     passes: int
     """Number of times that it is computed in one step, tile by tile."""
 
@@ -297,20 +297,20 @@ class Placement:
 
 
 def placements(graph: Graph, plan: Plan) -> tuple[Placement, ...]:
-    """Return every field that the plan's stages compute, the largest first; none where the whole image is computed at
+    """Return every field that the plan's segments compute, the largest first; none where the whole image is computed at
     once.
     """
     if plan.whole:
         return ()
     graph, kept = graph.with_whole(plan.whole_pixels), {field.node: field for field in plan.kept}
-    passes = [sum(p.stage == stage.index for p in plan.passes) for stage in plan.computed]
+    passes = [sum(p.segment == segment.index for p in plan.passes) for segment in plan.computed]
     computing: dict[int, list[int]] = {}
     reading: dict[int, list[int]] = {}
-    for stage in plan.computed:
-        for i in stage.fields:
-            computing.setdefault(i, []).append(stage.index)
-        for i in stage.reads:
-            reading.setdefault(i, []).append(stage.index)
+    for segment in plan.computed:
+        for i in segment.fields:
+            computing.setdefault(i, []).append(segment.index)
+        for i in segment.reads:
+            reading.setdefault(i, []).append(segment.index)
     found = [
         Placement(
             node=i,
@@ -320,7 +320,7 @@ def placements(graph: Graph, plan: Plan) -> tuple[Placement, ...]:
             size_bytes=kept[i].size_bytes if i in kept else graph[i].nbytes,
             tier=kept[i].tier if i in kept else None,
             storage=kept[i].storage if i in kept else EXACT,
-            stages=tuple(where),
+            segments=tuple(where),
             readers=tuple(reading.get(i, ())),
             passes=sum(passes[index] for index in where),
         )

@@ -13,7 +13,7 @@ from gigagrad.devices import Machine
 from gigagrad.errors import BudgetError
 from gigagrad.graphs import Graph, WholeCost
 from gigagrad.plans.plan import Amount, total
-from gigagrad.plans.stages import Stage, gathered
+from gigagrad.plans.segments import Segment, gathered
 from gigagrad.stores import Half, MemoryTier, Quantised, Rounding, Tier
 from gigagrad.units import format_bytes
 
@@ -42,9 +42,9 @@ class Reading:
     beside: bool = False
     """True where tiles are computed on the same cores."""
 
-    def seconds_of(self, graph: Graph, stage: Stage) -> float:
-        """Tell what one thread takes for a pass over a stage: what is decoded serves every tile that reads it."""
-        images = [graph[i].arguments["name"] for i in stage.reads if graph[i].is_source]
+    def seconds_of(self, graph: Graph, segment: Segment) -> float:
+        """Tell what one thread takes for a pass over a segment: what is decoded serves every tile that reads it."""
+        images = [graph[i].arguments["name"] for i in segment.reads if graph[i].is_source]
         return sum(self.seconds.get(name, 0.0) for name in images)
 
     def pass_seconds(self, seconds: float, computing: float, readers: int) -> float:

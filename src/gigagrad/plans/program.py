@@ -56,8 +56,8 @@ class Transfer:
     sender: int
     receiver: int
     size_bytes: int
-    part: int | None = None
-    """The part whose tiles gave it, where cotangents are added. None: it is written as it is."""
+    chunk: int | None = None
+    """The chunk whose tiles gave it, where cotangents are added. None: it is written as it is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,29 +89,29 @@ class Allocate:
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """Compute the tiles of a stage: `forward`, `backward` (computed again, and pulled back) or `one pass` (both)."""
+    """Compute the tiles of a segment: `forward`, `backward` (computed again, and pulled back) or `one pass` (both)."""
 
-    stage: int
+    segment: int
     phase: str
-    first_parts: tuple[int, ...] = ()
-    """The first part that each rank computes, and the number of parts."""
+    first_chunks: tuple[int, ...] = ()
+    """The first chunk that each rank computes, and the number of chunks."""
 
     def own(self, rank: int) -> range:
-        """Return the parts that a rank computes."""
-        return range(self.first_parts[rank], self.first_parts[rank + 1])
+        """Return the chunks that a rank computes."""
+        return range(self.first_chunks[rank], self.first_chunks[rank + 1])
 
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """End a pass: boxes and sums travel, and sums of all parts are joined."""
+    """End a pass: boxes and sums travel, and sums of all chunks are joined."""
 
     transfers: tuple[Transfer, ...]
     gradients: Sum
     """Nodes that are no fields, whose gradients are summed."""
     reductions: Sum
-    """The reductions of the stage whose values are summed."""
-    parts: tuple[tuple[int, ...], ...]
-    """One part of each sum that a rank sends, joined as far as its own parts go, by rank."""
+    """The reductions of the segment whose values are summed."""
+    chunks: tuple[tuple[int, ...], ...]
+    """One chunk of each sum that a rank sends, joined as far as its own chunks go, by rank."""
     sum_bytes: tuple[int, ...]
     """Bytes that one of these takes in a message to each rank."""
 
@@ -132,7 +132,7 @@ class Scalars:
     to pull back.
     """
 
-    stage: int | None
+    segment: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,7 +181,7 @@ def messages(step: Step, ranks: int) -> tuple[Bytes, Bytes]:
         for transfer in step.transfers:
             fields[transfer.sender, transfer.receiver] += transfer.size_bytes
         if step.sum_bytes:
-            sums += np.outer([len(parts) for parts in step.parts], step.sum_bytes)
+            sums += np.outer([len(chunks) for chunks in step.chunks], step.sum_bytes)
     elif isinstance(step, Gather):
         sums += np.array(step.share_bytes, np.int64)[:, None]
     for one in (fields, sums):

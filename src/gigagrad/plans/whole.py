@@ -28,7 +28,7 @@ def whole_plan(problem: Problem, memory_format: str) -> Plan | None:
                 memory_format=memory_format,
                 workers=1,
                 threads=problem.machine.threads,
-                stages=(),
+                segments=(),
                 steps=(Whole("forward and backward" if problem.backward else "forward"),),
                 kept=(),
                 whole_field=(),

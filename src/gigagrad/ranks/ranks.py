@@ -1,4 +1,4 @@
-"""Define what ranks are to each other: processes, or threads, that compute the parts of one image together.
+"""Define what ranks are to each other: processes, or threads, that compute the chunks of one image together.
 
 They do the same things in the same order, and meet in `exchange`: bytes travel, and whoever gets them adds. Every
 collective begins with a few bytes from each, none where all is well, so that an error of one of them ends all.

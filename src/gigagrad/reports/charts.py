@@ -272,7 +272,7 @@ def draw_curve(ax: Axes, study: PlanStudy) -> None:
     known = [*memory, *([plan.budget_bytes] if plan.budget_bytes else [])]
     ax.set_xscale("log", base=2)
     ax.set_xticks(_ticks(min(known), max(known), 4))
-    if min(seconds) > 0:  # a plan without stages takes none
+    if min(seconds) > 0:  # a plan without segments takes none
         ax.set_yscale("log")
         ax.set_yticks(_ticks(min(seconds), max(seconds), 5))
     ax.xaxis.set_major_formatter(lambda value, _: format_bytes(int(value)))
@@ -307,7 +307,7 @@ def _draw_memory(ax: Axes, study: PlanStudy) -> None:
         ax.axhline(plan.budget_bytes, color=ALARM, lw=1.4, label="budget")
         top = max(top, plan.budget_bytes)
     ax.set_ylim(0, 1.05 * top)
-    ax.set_xlim(edges[0], max(edges[-1], 1.5))  # a plan without stages has no pass
+    ax.set_xlim(edges[0], max(edges[-1], 1.5))  # a plan without segments has no pass
     ax.set_xticks(range(1, len(moments) + 1, max(1, -(-len(moments) // 12))))
     ax.set_yticks(range(0, int(1.05 * top), 1 << max(0, int(top // 5).bit_length())))
     ax.yaxis.set_major_formatter(lambda value, _: format_bytes(int(value)))

@@ -1,4 +1,4 @@
-"""A plan for people: its stages, the placement of each field, where memory and time go, and what more memory
+"""A plan for people: its segments, the placement of each field, where memory and time go, and what more memory
 or more ranks would buy.
 """
 
@@ -27,7 +27,7 @@ from gigagrad.plans.description import (
     facts_of,
     memory_of,
     percent,
-    stages_of,
+    segments_of,
     step_of,
     whole_fields_of,
 )
@@ -36,7 +36,7 @@ from gigagrad.scaling import DATA, GROUPS, PIPELINE, TILE, Scaling, Shared
 from gigagrad.units import format_bytes, format_seconds
 
 _TYPICAL = "by typical rates; 'gigagrad calibrate' measures these"
-_STAGES_SHOWN = 10
+_SEGMENTS_SHOWN = 10
 _FIELDS_SHOWN = 6
 _RESOURCES = {"host": "host memory", "disk": "scratch"}
 _WHERE = {"memory": "in memory", "host": "on the host", "disk": "on disk"}
@@ -114,7 +114,9 @@ def describe_study(study: PlanStudy) -> Description:
     plan = study.plan
     facts = facts_of(plan, study.rates if plan.timed_seconds is None else TIMED)
     tables = (
-        () if plan.whole else (stages_of(plan, _STAGES_SHOWN), *whole_fields_of(plan), _placements(study.placements))
+        ()
+        if plan.whole
+        else (segments_of(plan, _SEGMENTS_SHOWN), *whole_fields_of(plan), _placements(study.placements))
     )
     labels = ["what would help", *("" for _ in study.advice[1:])]
     return Description(
@@ -170,11 +172,11 @@ def _placement(placement: Placement) -> str:
         readers = ", ".join(map(str, placement.readers[:2])) + (" ..." if len(placement.readers) > 2 else "")
         stored = "" if placement.storage == EXACT else f" as {placement.storage}"
         where = _WHERE.get(placement.tier, f"in {placement.tier}")
-        return f"kept {where}{stored} from stage {placement.stages[0]} for {readers}"
+        return f"kept {where}{stored} from segment {placement.segments[0]} for {readers}"
     if placement.passes == 1:
         return "made once"
-    stages = f", {len(placement.stages)} stages" if len(placement.stages) > 1 else ""
-    return f"made in {placement.passes} passes{stages}"
+    segments = f", {len(placement.segments)} segments" if len(placement.segments) > 1 else ""
+    return f"made in {placement.passes} passes{segments}"
 
 
 def _curve(study: PlanStudy) -> Table:

@@ -8,59 +8,59 @@ import torch.nn.functional as F
 from torch import nn
 
 from gigagrad.graphs import FIELD_SUM
-from gigagrad.plans import Tiles, split_stages
-from gigagrad.plans.stages import Cotangents, last_cotangents, make_passes
+from gigagrad.plans import Tiles, split_segments
+from gigagrad.plans.segments import Cotangents, last_cotangents, make_passes
 
 
-def test_a_local_network_with_a_mean_is_one_stage(unet):
-    (stage,) = split_stages(unet)
-    assert stage.index == 0
-    assert stage.output is None
-    assert len(stage.reductions) == 1
-    assert {unet[i].op for i in stage.reads} == {"image", "target"}
-    assert set(stage.fields) == {n.id for n in unet.nodes if n.is_field and not n.is_source}
+def test_a_local_network_with_a_mean_is_one_segment(unet):
+    (segment,) = split_segments(unet)
+    assert segment.index == 0
+    assert segment.output is None
+    assert len(segment.reductions) == 1
+    assert {unet[i].op for i in segment.reads} == {"image", "target"}
+    assert set(segment.fields) == {n.id for n in unet.nodes if n.is_field and not n.is_source}
 
 
-def test_stages_compute_what_they_need_from_what_is_known(gate):
-    first, second = split_stages(gate)
+def test_segments_compute_what_they_need_from_what_is_known(gate):
+    first, second = split_segments(gate)
     known: set[Any] = set()
-    for stage in (first, second):
-        assert list(stage.fields) == sorted(stage.fields)
-        inside = {*stage.fields, *stage.reads}
-        for field in stage.fields:
+    for segment in (first, second):
+        assert list(segment.fields) == sorted(segment.fields)
+        inside = {*segment.fields, *segment.reads}
+        for field in segment.fields:
             for operand in gate[field].operands:
-                assert operand in (inside if gate[operand].is_field else stage.globals)
-        needed_sums = {a for a in gate.ancestors(stage.globals) if gate[a].op == FIELD_SUM}
+                assert operand in (inside if gate[operand].is_field else segment.globals)
+        needed_sums = {a for a in gate.ancestors(segment.globals) if gate[a].op == FIELD_SUM}
         assert needed_sums <= known
-        known |= set(stage.reductions)
+        known |= set(segment.reductions)
     assert known == {n.id for n in gate.nodes if n.op == FIELD_SUM}
-    # The convolution is computed again: nothing is kept between stages.
+    # The convolution is computed again: nothing is kept between segments.
     convolution = next(n.id for n in gate.nodes if "conv2d" in n.op)
     assert convolution in first.fields
     assert convolution in second.fields
     assert [gate[i].op for i in first.reads] == ["image"]
 
 
-def test_the_output_field_is_delivered_by_the_stage_that_has_it(graph_of, models):
+def test_the_output_field_is_delivered_by_the_segment_that_has_it(graph_of, models):
     graph = graph_of(models.Gate(), None, (16, 12))
-    first, second = split_stages(graph)
+    first, second = split_segments(graph)
     assert first.output is None
     assert second.output == graph.output
     assert second.targets(graph) == (graph.output,)
 
 
-def test_reductions_of_one_depth_share_a_stage(graph_of):
+def test_reductions_of_one_depth_share_a_segment(graph_of):
     def dice(o, t):
         return 1 - 2 * (o * t).sum() / (o.sum() + t.sum())
 
     graph = graph_of(nn.Conv2d(1, 1, 1), dice, (8, 8))
-    (stage,) = split_stages(graph)
-    assert len(stage.reductions) == 3
-    assert len(stage.targets(graph)) == 3
-    assert any(graph[i].op == "target" for i in stage.targets(graph))
+    (segment,) = split_segments(graph)
+    assert len(segment.reductions) == 3
+    assert len(segment.targets(graph)) == 3
+    assert any(graph[i].op == "target" for i in segment.targets(graph))
 
 
-def test_a_chain_of_reductions_is_a_chain_of_stages(graph_of):
+def test_a_chain_of_reductions_is_a_chain_of_segments(graph_of):
     class Chain(nn.Module):
         def __init__(self):
             super().__init__()
@@ -71,13 +71,13 @@ def test_a_chain_of_reductions_is_a_chain_of_stages(graph_of):
                 x = self.conv(x) - self.conv(x).mean()
             return x
 
-    stages = split_stages(graph_of(Chain(), F.mse_loss, (8, 8)))
-    assert [stage.index for stage in stages] == [0, 1, 2, 3]
-    assert [len(stage.reductions) for stage in stages] == [1, 1, 1, 1]
+    segments = split_segments(graph_of(Chain(), F.mse_loss, (8, 8)))
+    assert [segment.index for segment in segments] == [0, 1, 2, 3]
+    assert [len(segment.reductions) for segment in segments] == [1, 1, 1, 1]
 
 
-def test_a_graph_without_fields_has_no_stage(graph_of):
-    assert split_stages(graph_of(nn.Conv2d(1, 1, 1), lambda o, t: torch.zeros(()), (8, 8))) == ()
+def test_a_graph_without_fields_has_no_segment(graph_of):
+    assert split_segments(graph_of(nn.Conv2d(1, 1, 1), lambda o, t: torch.zeros(()), (8, 8))) == ()
 
 
 AFFINE, SCALED, AFTER = Cotangents
@@ -119,16 +119,16 @@ LOSSES = {
 def test_rule(graph_of, name):
     loss, rule = LOSSES[name]
     graph = graph_of(nn.Conv2d(1, 1, 1), loss, (6, 5))
-    (stage,) = stages = split_stages(graph)
-    assert last_cotangents(graph, stage) is rule
-    passes = make_passes(graph, stages, backward=True)
+    (segment,) = segments = split_segments(graph)
+    assert last_cotangents(graph, segment) is rule
+    passes = make_passes(graph, segments, backward=True)
     both = (Tiles(0, "forward"), Tiles(0, "backward"))
     assert passes == (both if rule is AFTER else (Tiles(0, "one pass"),))
-    assert make_passes(graph, stages, backward=False) == (Tiles(0, "forward"),)
+    assert make_passes(graph, segments, backward=False) == (Tiles(0, "forward"),)
 
 
-def test_stages_run_backward_in_reverse(gate):
-    assert make_passes(gate, split_stages(gate), backward=True) == (
+def test_segments_run_backward_in_reverse(gate):
+    assert make_passes(gate, split_segments(gate), backward=True) == (
         Tiles(0, "forward"),
         Tiles(1, "one pass"),
         Tiles(0, "backward"),
@@ -137,10 +137,10 @@ def test_stages_run_backward_in_reverse(gate):
 
 def test_a_frozen_network_has_no_backward(graph_of):
     graph = graph_of(nn.Conv2d(1, 1, 1).requires_grad_(False), F.mse_loss, (6, 5))
-    assert make_passes(graph, split_stages(graph), backward=True) == (Tiles(0, "forward"),)
+    assert make_passes(graph, split_segments(graph), backward=True) == (Tiles(0, "forward"),)
 
 
-def test_a_stage_before_the_first_parameter_is_not_differentiated(graph_of):
+def test_a_segment_before_the_first_parameter_is_not_differentiated(graph_of):
     class Normalised(nn.Module):
         def __init__(self):
             super().__init__()
@@ -150,4 +150,4 @@ def test_a_stage_before_the_first_parameter_is_not_differentiated(graph_of):
             return self.conv(x - x.mean())
 
     graph = graph_of(Normalised(), F.mse_loss, (6, 5))
-    assert make_passes(graph, split_stages(graph), backward=True) == (Tiles(0, "forward"), Tiles(1, "one pass"))
+    assert make_passes(graph, split_segments(graph), backward=True) == (Tiles(0, "forward"), Tiles(1, "one pass"))

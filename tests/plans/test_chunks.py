@@ -1,4 +1,4 @@
-"""Parts cover the tiles, and their fronts and overlaps are what the tiles' boxes say, pixel by pixel."""
+"""Chunks cover the tiles, and their fronts and overlaps are what the tiles' boxes say, pixel by pixel."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from gigagrad.boxes import Box
-from gigagrad.plans import Grid, Parts, split_stages
-from gigagrad.plans.parts import MOST_PARTS, ReductionTree, part_count, waiting_sums
+from gigagrad.plans import Chunks, Grid, split_segments
+from gigagrad.plans.chunks import MOST_PARTS, ReductionTree, chunk_count, waiting_sums
 
 MIB = 2**20
 HEIGHT, WIDTH = 47, 31
@@ -21,12 +21,12 @@ HEIGHT, WIDTH = 47, 31
 
 @pytest.fixture(scope="module")
 def grid_of(graph_of):
-    """Two convolutions with the first one's output kept: the second stage reads it with a halo."""
+    """Two convolutions with the first one's output kept: the second segment reads it with a halo."""
     net = nn.Sequential(nn.Conv2d(1, 2, 5, padding=2), nn.Conv2d(2, 1, 7, padding=3))
     graph = graph_of(net, F.mse_loss, (HEIGHT, WIDTH))
     (kept,) = [node.id for node in graph.nodes if node.is_field and "conv" in node.op][:1]
-    stages = split_stages(graph, [kept])
-    return lambda tile: (Grid(graph, stages[1], tile), kept)
+    segments = split_segments(graph, [kept])
+    return lambda tile: (Grid(graph, segments[1], tile), kept)
 
 
 def painted(boxes: list[Box]) -> np.ndarray:
@@ -42,10 +42,10 @@ tiles = st.tuples(st.integers(3, 50), st.integers(3, 40))
 @given(tiles, st.sampled_from([1, 2, 4, 8, 64]), st.booleans())
 def test_parts_cover_the_tiles_once_and_in_order(grid_of, tile, count, by_rows):
     grid, _ = grid_of(tile)
-    parts = Parts(grid, count, by_rows=by_rows)
-    positions = [position for part in range(len(parts)) for position in parts.tiles(part)]
+    chunks = Chunks(grid, count, by_rows=by_rows)
+    positions = [position for chunk in range(len(chunks)) for position in chunks.tiles(chunk)]
     assert positions == list(range(len(grid)))
-    ids = [parts.tile(position).id for position in positions]
+    ids = [chunks.tile(position).id for position in positions]
     assert sorted(ids) == positions
     rows = [divmod(i, grid.shape[1]) for i in ids]
     assert rows == sorted(rows, key=None if by_rows else lambda pair: pair[::-1])
@@ -53,26 +53,26 @@ def test_parts_cover_the_tiles_once_and_in_order(grid_of, tile, count, by_rows):
 
 def test_parts_are_of_whole_lines_where_there_are_as_many(grid_of):
     grid, _ = grid_of((5, 10))  # ten rows of four
-    parts = Parts(grid, 4, by_rows=True)
-    assert [len(parts.tiles(part)) for part in range(4)] == [8, 12, 8, 12]
+    chunks = Chunks(grid, 4, by_rows=True)
+    assert [len(chunks.tiles(chunk)) for chunk in range(4)] == [8, 12, 8, 12]
 
 
 @given(tiles, st.sampled_from([2, 4, 64]), st.booleans())
 def test_fronts_and_strips_are_what_the_boxes_say(grid_of, tile, count, by_rows):
     grid, field = grid_of(tile)
-    parts = Parts(grid, count, by_rows=by_rows)
+    chunks = Chunks(grid, count, by_rows=by_rows)
     earlier: list[Box] = []
-    for part in range(count):
-        boxes = [box for p in parts.tiles(part) if (box := parts.tile(p).box(field)) is not None]
-        reached, boundary = painted(earlier), parts.boundary(field, part)
-        overlaps = [box for box in parts.overlaps(field, part) if box is not None]
+    for chunk in range(count):
+        boxes = [box for p in chunks.tiles(chunk) if (box := chunks.tile(p).box(field)) is not None]
+        reached, boundary = painted(earlier), chunks.boundary(field, chunk)
+        overlaps = [box for box in chunks.overlaps(field, chunk) if box is not None]
         for box in boxes:
             pieces = list(boundary.split(box))
             assert sum(piece.area for piece, _ in pieces) == box.area
             for piece, which in pieces:
                 inside = reached[piece.y0 : piece.y1, piece.x0 : piece.x1]
                 assert inside.all() if which is not None else not inside.any()
-                assert which is None or piece.within(parts.overlaps(field, part)[which] or Box.whole(0, 0))
+                assert which is None or piece.within(chunks.overlaps(field, chunk)[which] or Box.whole(0, 0))
         assert (painted(overlaps) & reached >= painted(boxes) & reached).all()
         assert not (painted(overlaps) & ~reached).any()
         earlier += boxes
@@ -81,32 +81,32 @@ def test_fronts_and_strips_are_what_the_boxes_say(grid_of, tile, count, by_rows)
 @given(tiles, st.booleans(), st.data())
 def test_what_a_run_of_tiles_reads_is_the_hull_of_each_line(grid_of, tile, by_rows, data):
     grid, field = grid_of(tile)
-    parts = Parts(grid, 8, by_rows=by_rows)
+    chunks = Chunks(grid, 8, by_rows=by_rows)
     start = data.draw(st.integers(0, len(grid) - 1))
     run = range(start, data.draw(st.integers(start + 1, len(grid))))
-    read = painted([box for p in run if (box := parts.tile(p).box(field)) is not None])
-    assert (painted(parts.read(field, run)) == read).all()
+    read = painted([box for p in run if (box := chunks.tile(p).box(field)) is not None])
+    assert (painted(chunks.read(field, run)) == read).all()
     (target,) = grid.targets
-    written = painted([parts.tile(p).wanted(target) for p in run])
-    assert (painted(parts.written(target, run)) == written).all()
+    written = painted([chunks.tile(p).wanted(target) for p in run])
+    assert (painted(chunks.written(target, run)) == written).all()
 
 
 def test_there_are_fewer_parts_where_sums_are_large():
-    assert part_count(0) == part_count(10 * MIB) == MOST_PARTS
-    assert part_count(20 * MIB) == 8
-    assert part_count(100 * MIB) == 1
+    assert chunk_count(0) == chunk_count(10 * MIB) == MOST_PARTS
+    assert chunk_count(20 * MIB) == 8
+    assert chunk_count(100 * MIB) == 1
     assert waiting_sums(64, 1) == 0
     assert waiting_sums(64, 3) == 2
     assert waiting_sums(64, 1000) == 6
 
 
-def tree_of(parts: list[int], low: int = 0, high: int = MOST_PARTS) -> object:
+def tree_of(chunks: list[int], low: int = 0, high: int = MOST_PARTS) -> object:
     """The tree, from its definition."""
-    here = [part for part in parts if low <= part < high]
+    here = [chunk for chunk in chunks if low <= chunk < high]
     if len(here) < 2:
         return here[0] if here else None
     middle = (low + high) // 2
-    left, right = tree_of(parts, low, middle), tree_of(parts, middle, high)
+    left, right = tree_of(chunks, low, middle), tree_of(chunks, middle, high)
     return right if left is None else left if right is None else (left, right)
 
 
@@ -116,8 +116,8 @@ class Spelled:
     def __init__(self, before: int | None = None) -> None:
         self.order, self.sums = ReductionTree(before), list[object]()
 
-    def append(self, part: int, value: object) -> None:
-        self.join(self.order.append(part))
+    def append(self, chunk: int, value: object) -> None:
+        self.join(self.order.append(chunk))
         self.sums.append(value)
 
     def join(self, times: int) -> None:
@@ -128,26 +128,26 @@ class Spelled:
 
 @given(st.sets(st.integers(0, MOST_PARTS - 1), min_size=1), st.lists(st.integers(0, MOST_PARTS), max_size=6))
 def test_sums_are_joined_in_one_tree_whoever_has_which_parts(present, cuts):
-    parts, edges = sorted(present), [0, *sorted(cuts), MOST_PARTS]
+    chunks, edges = sorted(present), [0, *sorted(cuts), MOST_PARTS]
     whole = Spelled()
     for low, high in pairwise(edges):
-        before = max((p for p in parts if p < low), default=None)
-        following = min((p for p in parts if p >= high), default=MOST_PARTS)
+        before = max((p for p in chunks if p < low), default=None)
+        following = min((p for p in chunks if p >= high), default=MOST_PARTS)
         own = Spelled(before)
-        for part in parts:
-            if low <= part < high:
-                own.append(part, part)
+        for chunk in chunks:
+            if low <= chunk < high:
+                own.append(chunk, chunk)
         own.join(own.order.join_before(following))
-        for part, value in zip(own.order.parts, own.sums, strict=True):
-            whole.append(part, value)
+        for chunk, value in zip(own.order.chunks, own.sums, strict=True):
+            whole.append(chunk, value)
     whole.join(len(whole.sums) - 1)
-    assert whole.sums == [tree_of(parts)]
+    assert whole.sums == [tree_of(chunks)]
 
 
 @given(st.sets(st.integers(0, MOST_PARTS - 1), min_size=1))
 def test_no_more_sums_wait_than_are_counted(present):
     order, most = ReductionTree(), 0
-    for part in sorted(present):
-        most = max(most, len(order.parts))
-        order.append(part)
+    for chunk in sorted(present):
+        most = max(most, len(order.chunks))
+        order.append(chunk)
     assert most <= waiting_sums(MOST_PARTS, MOST_PARTS)

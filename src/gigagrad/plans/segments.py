@@ -1,12 +1,12 @@
-"""Split the graph into stages, and order the passes over them.
+"""Split the graph into segments, and order the passes over them.
 
-A stage ends where a value must be known for the whole image before the next one can be computed: at the graph's
+A segment ends where a value must be known for the whole image before the next one can be computed: at the graph's
 reductions, at the fields that whole-field operators read, and at every other field that a plan keeps. It computes the
-fields that its targets need, tile by tile, from the images and from fields that earlier stages kept, with all earlier
+fields that its targets need, tile by tile, from the images and from fields that earlier segments kept, with all earlier
 reductions at hand as numbers. Whatever it needs and nobody kept, it computes again.
 
-Backward, a stage needs the cotangents of its reductions, and those exist only once the loss is known. The last stage is
-the exception when the loss depends on its reductions in a way that is known beforehand:
+Backward, a segment needs the cotangents of its reductions, and those exist only once the loss is known. The last
+segment is the exception when the loss depends on its reductions in a way that is known beforehand:
 
 - *affine*: a mean, a sum, any weighted sum of them: the cotangents are constants;
 - *scaled*: a single number leads to the loss (a class-weighted mean, the logarithm of a mean): run with cotangent 1 and
@@ -25,20 +25,20 @@ from gigagrad.plans.program import Tiles
 
 
 @dataclass(frozen=True, slots=True)
-class Stage:
+class Segment:
     """One pass over tiles. All members are node ids, in topological order."""
 
     index: int
     reductions: tuple[int, ...]
-    """The reductions whose partial results this stage merges."""
+    """The reductions whose partial results this segment merges."""
     kept: tuple[int, ...]
-    """The fields that this stage computes and the plan keeps."""
+    """The fields that this segment computes and the plan keeps."""
     output: int | None
-    """The field this stage delivers tile by tile, if it is the one with the graph's output."""
+    """The field this segment delivers tile by tile, if it is the one with the graph's output."""
     fields: tuple[int, ...]
     """The fields computed, those read excluded."""
     reads: tuple[int, ...]
-    """The fields read: images, fields kept by earlier stages, global values laid out like images."""
+    """The fields read: images, fields kept by earlier segments, global values laid out like images."""
     globals: tuple[int, ...]
     """Parameters, constants and earlier results that the fields read."""
 
@@ -58,8 +58,8 @@ def levels(graph: Graph, kept: Iterable[int] = ()) -> list[int]:
     return level
 
 
-def split_stages(graph: Graph, kept: Iterable[int] = ()) -> tuple[Stage, ...]:
-    """Return the stages of a graph, in the order in which they run, if these fields are kept (gathered ones are,
+def split_segments(graph: Graph, kept: Iterable[int] = ()) -> tuple[Segment, ...]:
+    """Return the segments of a graph, in the order in which they run, if these fields are kept (gathered ones are,
     anyway).
     """
     stored = {*kept, *gathered(graph)}
@@ -73,31 +73,31 @@ def split_stages(graph: Graph, kept: Iterable[int] = ()) -> tuple[Stage, ...]:
     output = graph.output if graph[graph.output].is_field else None
     if output is not None:
         targets.setdefault(level[output], ([], []))
-    stages = []
-    for index, stage_level in enumerate(sorted(targets)):
-        reductions, keeps = targets[stage_level]
-        delivers = output if output is not None and level[output] == stage_level else None
-        stages.append(_stage(graph, index, reductions, keeps, delivers, stored))
-    return tuple(stages)
+    segments = []
+    for index, segment_level in enumerate(sorted(targets)):
+        reductions, keeps = targets[segment_level]
+        delivers = output if output is not None and level[output] == segment_level else None
+        segments.append(_segment(graph, index, reductions, keeps, delivers, stored))
+    return tuple(segments)
 
 
-def stage_for(graph: Graph, roots: Iterable[int], stored: Iterable[int], kept: Iterable[int]) -> Stage:
-    """Return a stage by itself: it computes these fields with all their reductions, and keeps some, from what is
+def segment_for(graph: Graph, roots: Iterable[int], stored: Iterable[int], kept: Iterable[int]) -> Segment:
+    """Return a segment by itself: it computes these fields with all their reductions, and keeps some, from what is
     stored.
     """
     wanted = set(roots)
     reductions = [node.id for node in graph.nodes if node.is_reduction and node.operands[0] in wanted]
     delivers = graph.output if graph.output in wanted else None
-    return _stage(graph, 0, reductions, sorted(kept), delivers, set(stored))
+    return _segment(graph, 0, reductions, sorted(kept), delivers, set(stored))
 
 
-def _stage(
+def _segment(
     graph: Graph, index: int, reductions: list[int], keeps: list[int], delivers: int | None, stored: set[int]
-) -> Stage:
+) -> Segment:
     roots = [*keeps, *(graph[r].operands[0] for r in reductions), *([delivers] if delivers is not None else [])]
     computed, reads = _fields_behind(graph, roots, stored)
     read_globals = {i for field in computed for i in graph[field].operands if not graph[i].is_field}
-    return Stage(index, tuple(reductions), tuple(keeps), delivers, computed, reads, tuple(sorted(read_globals)))
+    return Segment(index, tuple(reductions), tuple(keeps), delivers, computed, reads, tuple(sorted(read_globals)))
 
 
 def gathered(graph: Graph) -> set[int]:
@@ -105,9 +105,9 @@ def gathered(graph: Graph) -> set[int]:
     return {i for node in graph.nodes if node.op == GATHER for i in node.operands if not is_read(graph, i)}
 
 
-def summed_globals(graph: Graph, stage: Stage) -> list[int]:
-    """Return the nodes, beside fields, whose gradients a backward pass of a stage sums."""
-    return [i for i in stage.globals if graph[i].differentiable]
+def summed_globals(graph: Graph, segment: Segment) -> list[int]:
+    """Return the nodes, beside fields, whose gradients a backward pass of a segment sums."""
+    return [i for i in segment.globals if graph[i].differentiable]
 
 
 def is_read(graph: Graph, node_id: int) -> bool:
@@ -135,25 +135,25 @@ def _fields_behind(graph: Graph, roots: list[int], stored: set[int]) -> tuple[tu
 
 
 class Cotangents(Enum):
-    """Ways in which the cotangents of the last stage's reductions become known."""
+    """Ways in which the cotangents of the last segment's reductions become known."""
 
     AFFINE = "affine"
     SCALED = "scaled"
     AFTER_FORWARD = "after the forward pass"
 
 
-def differentiable_reductions(graph: Graph, stage: Stage) -> tuple[int, ...]:
-    return tuple(r for r in stage.reductions if graph[r].differentiable)
+def differentiable_reductions(graph: Graph, segment: Segment) -> tuple[int, ...]:
+    return tuple(r for r in segment.reductions if graph[r].differentiable)
 
 
-def last_cotangents(graph: Graph, stage: Stage) -> Cotangents:
-    """Say how the cotangents of the reductions of the last stage become known."""
-    varying = differentiable_reductions(graph, stage)
-    if stage.kept:  # a field that is kept is written by a forward pass, and something global waits for it
+def last_cotangents(graph: Graph, segment: Segment) -> Cotangents:
+    """Say how the cotangents of the reductions of the last segment become known."""
+    varying = differentiable_reductions(graph, segment)
+    if segment.kept:  # a field that is kept is written by a forward pass, and something global waits for it
         return Cotangents.AFTER_FORWARD
-    if _affine(graph, set(varying), set(stage.reductions)):
+    if _affine(graph, set(varying), set(segment.reductions)):
         return Cotangents.AFFINE
-    to_parameters_only = not any(graph[i].differentiable for i in stage.reads)
+    to_parameters_only = not any(graph[i].differentiable for i in segment.reads)
     if len(varying) == 1 and prod(graph[varying[0]].shape) == 1 and to_parameters_only:
         return Cotangents.SCALED
     return Cotangents.AFTER_FORWARD
@@ -182,15 +182,17 @@ def _affine(graph: Graph, varying: set[int], unknown: set[int]) -> bool:
     return True
 
 
-def make_passes(graph: Graph, stages: tuple[Stage, ...], *, backward: bool) -> tuple[Tiles, ...]:
+def make_passes(graph: Graph, segments: tuple[Segment, ...], *, backward: bool) -> tuple[Tiles, ...]:
     """Return the passes of one forward, or of one forward and backward, in order."""
-    forward = [Tiles(stage.index, "forward") for stage in stages]
-    if not backward or not stages:
+    forward = [Tiles(segment.index, "forward") for segment in segments]
+    if not backward or not segments:
         return tuple(forward)
-    needing = [stage for stage in stages if any(graph[i].differentiable for i in (*stage.reductions, *stage.kept))]
+    needing = [
+        segment for segment in segments if any(graph[i].differentiable for i in (*segment.reductions, *segment.kept))
+    ]
     passes = forward
-    last = stages[-1]
+    last = segments[-1]
     if last in needing and last_cotangents(graph, last) is not Cotangents.AFTER_FORWARD:
         passes = [*forward[:-1], Tiles(last.index, "one pass")]
         needing = needing[:-1]
-    return (*passes, *(Tiles(stage.index, "backward") for stage in reversed(needing)))
+    return (*passes, *(Tiles(segment.index, "backward") for segment in reversed(needing)))

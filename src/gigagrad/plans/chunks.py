@@ -1,9 +1,9 @@
-"""Divide the tiles of a stage into parts: runs of consecutive tiles, in the order of execution. Sums are made of them,
-whoever computes them.
+"""Divide the tiles of a segment into chunks: runs of consecutive tiles, in the order of execution. Sums are made of
+them, whoever computes them.
 
-A sum is a chain over the tiles of a part, then a fixed binary tree over parts; where the crops of two parts overlap,
-each adds up its cotangents by itself, and theirs are added in the order of parts. So no bit depends on who computes
-which parts. EasyScale (Li et al., SC 2023) decouples work from workers likewise, for data-parallel training.
+A sum is a chain over the tiles of a chunk, then a fixed binary tree over chunks; where the crops of two chunks overlap,
+each adds up its cotangents by itself, and theirs are added in the order of chunks. So no bit depends on who computes
+which chunks. EasyScale (Li et al., SC 2023) decouples work from workers likewise, for data-parallel training.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from itertools import accumulate
 from gigagrad.boxes import Box, Span
 from gigagrad.graphs import Graph
 from gigagrad.plans.geometry import Grid, TileGeometry
-from gigagrad.plans.plan import StagePlan
+from gigagrad.plans.plan import SegmentPlan
 
 MOST_PARTS = 64
 _WAITING_BYTES = 64 * 2**20
 
 
-def part_count(sum_bytes: int) -> int:
-    """Return the number of parts of a stage whose sums take so many bytes: a power of two, fewer where those that wait
-    for others in the tree would take much memory.
+def chunk_count(sum_bytes: int) -> int:
+    """Return the number of chunks of a segment whose sums take so many bytes: a power of two, fewer where those that
+    wait for others in the tree would take much memory.
     """
     count = MOST_PARTS
     while (count.bit_length() - 1) * sum_bytes > _WAITING_BYTES:
@@ -32,9 +32,9 @@ def part_count(sum_bytes: int) -> int:
     return count
 
 
-def waiting_sums(parts: int, tile_count: int) -> int:
-    """Return how many finished sums wait at most until the tree joins them, beside that of the part being computed."""
-    return (min(parts, tile_count) - 1).bit_length()
+def waiting_sums(chunks: int, tile_count: int) -> int:
+    """Return how many finished sums wait at most until the tree joins them, beside that of the chunk being computed."""
+    return (min(chunks, tile_count) - 1).bit_length()
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,8 +68,9 @@ class Boundary:
                 yield (Box.of(across, on) if self.by_rows else Box.of(on, across)), which
 
 
-class Parts:
-    """The parts of a stage's tiles: up to `count`, each of whole lines of tiles or, where those are fewer, inside one.
+class Chunks:
+    """The chunks of a segment's tiles: up to `count`, each of whole lines of tiles or, where those are fewer, inside
+    one.
 
     `by_rows`: tiles go row by row, not column by column.
     """
@@ -78,60 +79,60 @@ class Parts:
         self.grid, self.by_rows = grid, by_rows
         self._lines, self._along = grid.shape if by_rows else grid.shape[::-1]
         if self._lines > count:
-            self._starts = [self._along * (self._lines * part // count) for part in range(count + 1)]
+            self._starts = [self._along * (self._lines * chunk // count) for chunk in range(count + 1)]
         else:
             of_line = count // self._lines
-            cuts = [self._along * part // of_line for part in range(of_line)]
+            cuts = [self._along * chunk // of_line for chunk in range(of_line)]
             starts = [line * self._along + cut for line in range(self._lines) for cut in cuts]
             self._starts = starts + [len(grid)] * (count + 1 - len(starts))
         self._line_axis, self._along_axis = (0, 1) if by_rows else (1, 0)
         self._spans = lru_cache(maxsize=None)(self._find_spans)
-        self.filled = tuple(part for part in range(count) if self.tiles(part))
-        """The parts that have tiles."""
+        self.filled = tuple(chunk for chunk in range(count) if self.tiles(chunk))
+        """The chunks that have tiles."""
 
     def __len__(self) -> int:
         """Return how many there may be; some are empty where there are fewer tiles."""
         return len(self._starts) - 1
 
-    def start(self, part: int) -> int:
-        """Return the position of its first tile in the order of execution; of all tiles behind the last part."""
-        return self._starts[part]
+    def start(self, chunk: int) -> int:
+        """Return the position of its first tile in the order of execution; of all tiles behind the last chunk."""
+        return self._starts[chunk]
 
-    def tiles(self, part: int) -> range:
+    def tiles(self, chunk: int) -> range:
         """Return the positions of its tiles in the order of execution."""
-        return range(self._starts[part], self._starts[part + 1])
+        return range(self._starts[chunk], self._starts[chunk + 1])
 
     def nearest(self, position: int) -> int:
-        """Return the part that begins nearest to a tile, or as many as there are parts."""
-        return min(range(len(self._starts)), key=lambda part: abs(self._starts[part] - position))
+        """Return the chunk that begins nearest to a tile, or as many as there are chunks."""
+        return min(range(len(self._starts)), key=lambda chunk: abs(self._starts[chunk] - position))
 
     def tile(self, position: int) -> TileGeometry:
         line, along = divmod(position, self._along)
         row, column = (line, along) if self.by_rows else (along, line)
         return self.grid[row * self.grid.shape[1] + column]
 
-    def boundary(self, field: int, part: int) -> Boundary:
-        """Return the pixels of a field that all parts before this one have reached."""
-        line, along = divmod(self._starts[part], self._along)
+    def boundary(self, field: int, chunk: int) -> Boundary:
+        """Return the pixels of a field that all chunks before this one have reached."""
+        line, along = divmod(self._starts[chunk], self._along)
         _, lines = self._spans(self._line_axis, field)
         _, columns = self._spans(self._along_axis, field)
         return Boundary(self.by_rows, lines[line], lines[line + 1] if along else lines[line], columns[along])
 
-    def reached_before(self, field: int, part: int) -> list[Box]:
-        """Return the pixels of a field that parts before this one reach."""
+    def reached_before(self, field: int, chunk: int) -> list[Box]:
+        """Return the pixels of a field that chunks before this one reach."""
         node = self.grid.graph[field]
-        boundary = self.boundary(field, part)
+        boundary = self.boundary(field, chunk)
         return [box for box, which in boundary.split(Box.whole(node.size(0), node.size(1))) if which is not None]
 
-    def overlaps(self, field: int, part: int) -> tuple[Box | None, Box | None]:
-        """Return what a part's crops of a field share with whole lines and with the lines that parts before it have
+    def overlaps(self, field: int, chunk: int) -> tuple[Box | None, Box | None]:
+        """Return what a chunk's crops of a field share with whole lines and with the lines that chunks before it have
         reached: hulls.
         """
-        boundary = self.boundary(field, part)
+        boundary = self.boundary(field, chunk)
         found: list[Box | None] = [None, None]
         if not (boundary.full or boundary.partly):
             return None, None
-        for box in self.read(field, self.tiles(part)):
+        for box in self.read(field, self.tiles(chunk)):
             for piece, which in boundary.split(box):
                 if which is not None:
                     known = found[which]
@@ -143,7 +144,7 @@ class Parts:
         return self._boxes(tiles, lambda axis, index: self._spans(axis, field)[0][index])
 
     def written(self, field: int, tiles: range) -> list[Box]:
-        """Return what a run of tiles has of a target of the stage: up to three boxes."""
+        """Return what a run of tiles has of a target of the segment: up to three boxes."""
         return self._boxes(tiles, lambda axis, index: self.grid.wanted(axis, index)[field])
 
     def _boxes(self, tiles: range, span: Callable[[int, int], Span | None]) -> list[Box]:
@@ -173,10 +174,10 @@ class Parts:
         return spans, [*accumulate((0 if span is None else span.stop for span in spans), max, initial=0)]
 
 
-def parts_of(graph: Graph, planned: StagePlan) -> Parts:
-    """Return the parts of a stage as it is planned."""
+def chunks_of(graph: Graph, planned: SegmentPlan) -> Chunks:
+    """Return the chunks of a segment as it is planned."""
     grid = Grid(graph, planned.computes, planned.tile)
-    return Parts(grid, planned.parts, by_rows=grid.by_rows)
+    return Chunks(grid, planned.chunks, by_rows=grid.by_rows)
 
 
 def _hull(spans: Iterable[Span | None]) -> Span | None:
@@ -185,56 +186,56 @@ def _hull(spans: Iterable[Span | None]) -> Span | None:
 
 
 class ReductionTree:
-    """The order in which sums of parts are added: in a binary tree over the numbers of parts, of which some may be
+    """The order in which sums of chunks are added: in a binary tree over the numbers of chunks, of which some may be
     missing.
 
-    Two of them meet as high as the first bit in which their numbers differ. `before`: the last part that somebody else
+    Two of them meet as high as the first bit in which their numbers differ. `before`: the last chunk that somebody else
     has before these.
     """
 
     def __init__(self, before: int | None = None) -> None:
-        self.parts: list[int] = []
-        """One part of each sum that is not joined further yet."""
+        self.chunks: list[int] = []
+        """One chunk of each sum that is not joined further yet."""
         self._before = before
 
-    def append(self, part: int) -> int:
-        """Add a further sum, of a part behind all others; return how often the last two before it are to be joined
+    def append(self, chunk: int) -> int:
+        """Add a further sum, of a chunk behind all others; return how often the last two before it are to be joined
         first.
         """
-        joins = self.join_before(part)
-        self.parts.append(part)
+        joins = self.join_before(chunk)
+        self.chunks.append(chunk)
         return joins
 
     def join_before(self, following: int) -> int:
         """Return how often the last two are to be joined: as long as their node of the tree is below the one where they
-        join the part that follows.
+        join the chunk that follows.
         """
         joins = 0
-        while len(self.parts) > 1:
-            left, right = self.parts[-2:]
-            before = self.parts[-3] if len(self.parts) > 2 else self._before
+        while len(self.chunks) > 1:
+            left, right = self.chunks[-2:]
+            before = self.chunks[-3] if len(self.chunks) > 2 else self._before
             if left ^ right > right ^ following or (before is not None and left ^ right > before ^ left):
                 break
-            self.parts.pop()
+            self.chunks.pop()
             joins += 1
         return joins
 
 
-def before(parts: Parts, own: range) -> int | None:
-    """Return the last part with tiles before a rank's own, if there is one."""
-    return max((part for part in parts.filled if part < own.start), default=None)
+def before(chunks: Chunks, own: range) -> int | None:
+    """Return the last chunk with tiles before a rank's own, if there is one."""
+    return max((chunk for chunk in chunks.filled if chunk < own.start), default=None)
 
 
-def behind(parts: Parts, own: range) -> int:
-    """Return the first part with tiles behind a rank's own; where there is none, as many as there are parts."""
-    return min((part for part in parts.filled if part >= own.stop), default=len(parts))
+def behind(chunks: Chunks, own: range) -> int:
+    """Return the first chunk with tiles behind a rank's own; where there is none, as many as there are chunks."""
+    return min((chunk for chunk in chunks.filled if chunk >= own.stop), default=len(chunks))
 
 
-def joined(parts: Parts, own: range) -> list[int]:
-    """Return one part of each sum that a rank has of its own parts, joined as far as the tree joins them alone."""
-    order = ReductionTree(before(parts, own))
-    for part in parts.filled:
-        if part in own:
-            order.append(part)
-    order.join_before(behind(parts, own))
-    return order.parts
+def joined(chunks: Chunks, own: range) -> list[int]:
+    """Return one chunk of each sum that a rank has of its own chunks, joined as far as the tree joins them alone."""
+    order = ReductionTree(before(chunks, own))
+    for chunk in chunks.filled:
+        if chunk in own:
+            order.append(chunk)
+    order.join_before(behind(chunks, own))
+    return order.chunks
