@@ -481,7 +481,7 @@ class _HandOver(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gradients: list[torch.Tensor], *tensors: torch.Tensor) -> torch.Tensor:
         ctx.gradients = gradients
-        return gradients[0].new_zeros(())
+        return torch.zeros((), device=tensors[0].device)
 
     @staticmethod
     def backward(ctx: Any, *_: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
