@@ -125,7 +125,8 @@ def test_a_new_gradient_is_taken_over_as_it_is(net, bce, pair, monkeypatch, in_t
     engine = gg.compile(net, bce)
     engine.in_tiles = in_tiles
     engine.backward(pair.image, pair.target)
-    assert given == [parameter.grad.data_ptr() for parameter in net.parameters()]
+    # Where the whole image is computed at once, autograd has filled what was empty itself.
+    assert given == ([parameter.grad.data_ptr() for parameter in net.parameters()] if in_tiles else [])
     first = [parameter.grad.clone() for parameter in net.parameters()]
     engine.backward(pair.image, pair.target)
     for one, parameter in zip(first, net.parameters(), strict=True):

@@ -142,7 +142,7 @@ ADVICE = (Advice("memory", 12 * GIB, 100.0), Advice("memory", 33 * GIB, 60.0), A
 
 def test_what_would_help_is_said_in_a_line_each():
     text = shown(study_of(advice=ADVICE))
-    assert "what would help     12 GiB of memory: 1 min 40 s a step instead of 3 min 30 s" in text
+    assert "what would help       12 GiB of memory: 1 min 40 s a step instead of 3 min 30 s" in text
     assert "33 GiB of memory: 1 min 00 s" in text
     assert "28 GiB of scratch: 2 min 00 s" in text
     assert advice_in_words(study_of(advice=(Advice("host", GIB, 1.0),)))[0].startswith("1 GiB of host memory: 1.0 s")

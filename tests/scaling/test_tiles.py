@@ -16,10 +16,10 @@ from gigagrad.plans.emit import shared_by
 from gigagrad.plans.plan import amount_of, total
 from gigagrad.scaling import (
     BALANCE,
+    CHUNKS,
     COPIES,
     HALOS,
     LATENCY,
-    PARTS,
     REPLICATED,
     SUMS,
     Link,
@@ -31,7 +31,7 @@ from gigagrad.scaling import (
 from tests.plans.networks import graph_of, plan_of, problem_of
 
 FREE = Link(inf, 0.0)
-CAUSES = (PARTS, BALANCE, HALOS, SUMS, LATENCY, COPIES, REPLICATED)
+CAUSES = (CHUNKS, BALANCE, HALOS, SUMS, LATENCY, COPIES, REPLICATED)
 seconds_st = st.floats(0, 10)
 
 
@@ -89,7 +89,7 @@ def test_losses_go_by_what_they_are_lost_to():
     halos, sums = exchange_of(2, {(0, 1): 100}), exchange_of(2, {}, {(1, 0): 50})
     swept = [PassTimes([2, 0], [halos]), PassTimes([1, 2], [sums])]
     latency = (1 + 1) * 0.5 + 2 * 0.5
-    expected = {PARTS: 1.0, BALANCE: 0.5, LATENCY: latency, HALOS: 1.0, SUMS: 0.5}
+    expected = {CHUNKS: 1.0, BALANCE: 0.5, LATENCY: latency, HALOS: 1.0, SUMS: 0.5}
     assert _lost(swept, Link(100.0, 0.5), inf) == pytest.approx({COPIES: 0.0, **expected})
     assert clock(swept, Link(100.0, 0.5)) == pytest.approx(5 / 2 + sum(expected.values()))
     # Rank 0 packs 100 bytes and opens 50, rank 1 the other way round.

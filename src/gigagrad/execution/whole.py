@@ -30,10 +30,12 @@ class WholeRun:
     ) -> None:
         self._prepared, self._sources, self._composite, self._events = prepared, sources, composite, events
         self._backward = backward
+        self._filled: list[torch.Tensor] = []
+        """Leaves whose empty `.grad` autograd fills; an error empties it again."""
         self.outputs: Any = None
         """The value that the loss or the model returned, detached."""
         self.gradients: list[tuple[torch.Tensor, torch.Tensor]] = []
-        """The parameters, images and labels that got a gradient, each with it."""
+        """The parameters, images and labels that are still to get a gradient, each with it."""
 
     @property
     def output(self) -> torch.Tensor:
@@ -79,8 +81,13 @@ class WholeRun:
         return {tensor: tensor.detach().clone() for tensor in written if tensor is not None}
 
     def _run(self) -> None:
-        with torch.inference_mode(False), torch.set_grad_enabled(self._backward), self._autocast():
-            self._compute()
+        try:
+            with torch.inference_mode(False), torch.set_grad_enabled(self._backward), self._autocast():
+                self._compute()
+        except BaseException:
+            for leaf in self._filled:
+                leaf.grad = None
+            raise
 
     def _compute(self) -> None:
         inputs = {name: self._input(source) for name, source in self._sources.items()}
@@ -100,10 +107,26 @@ class WholeRun:
         pairs += [(value, self._sources[name].given) for name, value in inputs.items() if value.requires_grad]
         if not (pairs and loss.requires_grad):
             return
-        gradients = torch.autograd.grad(loss, [leaf for leaf, _ in pairs], allow_unused=True)
+        leaves = [leaf for leaf, _ in pairs]
+        if not any(map(_may_not_be_undone, leaves)):
+            self._accumulate_as_they_come(loss, pairs)
+            return
+        gradients = torch.autograd.grad(loss, leaves, allow_unused=True)
         for (_, given), gradient in zip(pairs, gradients, strict=True):
             if gradient is not None and given is not None:
                 self.gradients.append((given, gradient.reshape(given.shape)))
+
+    def _accumulate_as_they_come(
+        self, loss: torch.Tensor, pairs: list[tuple[torch.Tensor, torch.Tensor | None]]
+    ) -> None:
+        """Let autograd fill `.grad`s that are empty: where each gradient is made it is still in the caches. Images and
+        labels get theirs later.
+        """
+        self._filled = [leaf for leaf, _ in pairs]
+        torch.autograd.backward(loss, inputs=self._filled)
+        for leaf, given in pairs:
+            if given is not None and leaf is not given and leaf.grad is not None:
+                self.gradients.append((given, leaf.grad.reshape(given.shape)))
 
     def _input(self, source: Source) -> torch.Tensor:
         """Return an image or a label on the device; a leaf of its own where its gradient is asked for."""
@@ -120,6 +143,11 @@ class WholeRun:
     def _autocast(self) -> AbstractContextManager[Any]:
         dtype = self._composite.autocast
         return nullcontext() if dtype is None else torch.autocast(self._prepared.device.torch_device.type, dtype=dtype)
+
+
+def _may_not_be_undone(leaf: torch.Tensor) -> bool:
+    """Say whether a backward that fails might leave more behind than a `.grad` that was empty."""
+    return leaf.grad is not None or not leaf.is_leaf or bool(getattr(leaf, "_post_accumulate_grad_hooks", None))
 
 
 @contextmanager

@@ -172,7 +172,7 @@ class _Adviser:
         if most is None or not self._is_worth(most.modelled_seconds):
             return []
         kept_bytes = most.bytes_in(tier)
-        fewer = [self._plan(tier, int(chunk * kept_bytes)) for chunk in _SMALLER]
+        fewer = [self._plan(tier, int(share * kept_bytes)) for share in _SMALLER]
         plans = sorted((plan for plan in (most, *fewer) if plan is not None), key=lambda plan: plan.bytes_in(tier))
         enough = plans[self._enough([plan.modelled_seconds for plan in plans])].bytes_in(tier)
         has = self._problem.rooms.get(tier, 0)
