@@ -203,6 +203,23 @@ def test_an_error_leaves_gradients_alone():
     assert all(map(torch.equal, after, before))
 
 
+@pytest.mark.parametrize("in_tiles", [False, True])
+@pytest.mark.parametrize("filled", [False, True])
+def test_hooks_are_called_once_each(in_tiles, filled):
+    model, (image, target) = normed(), pair()
+    image.requires_grad_()
+    engine = gg.compile(model, F.mse_loss)
+    engine.in_tiles = in_tiles
+    if filled:
+        engine.backward(image, target)
+    called = []
+    image.register_hook(lambda gradient: called.append("image"))
+    first(model).weight.register_hook(lambda gradient: called.append("weight"))
+    first(model).weight.register_post_accumulate_grad_hook(lambda weight: called.append("filled"))
+    engine.backward(image, target)
+    assert sorted(called) == ["filled", "image", "weight"]
+
+
 def test_what_takes_more_than_predicted_is_computed_in_tiles(monkeypatch):
     """As where a GPU's kernels need more workspace."""
     monkeypatch.setattr(Cpu, "is_host", False)

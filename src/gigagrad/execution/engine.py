@@ -204,7 +204,8 @@ class Engine:
             run, graph = self._run("backward", sources)
             given = {name: source.given for name, source in sources.items() if source.given is not None}
         if isinstance(run, WholeRun):
-            with hooks_called([tensor for tensor, _ in run.gradients]):
+            own = [tensor for tensor, _ in run.gradients if all(tensor is not one for one in given.values())]
+            with hooks_called(own):
                 _accumulate(run.gradients)
             return run.output
         parameters = {**dict(self._composite.named_parameters(remove_duplicate=False)), **graph.closed}
