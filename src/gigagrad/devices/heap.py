@@ -58,6 +58,8 @@ class LargeBlocks:
 
     def choose(self, *, in_heap: bool, holding: bool) -> None:
         """Choose the source; `holding`: what is freed in the heap stays, whether large blocks come from it or not."""
+        if id(self) in self._wanting and self._wanted == (in_heap, holding):  # asked several times a pass
+            return
         self._wanted = in_heap, holding
         self._wanting[id(self)] = self
         self._set()
