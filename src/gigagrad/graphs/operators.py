@@ -14,7 +14,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from gigagrad.graphs.graph import FIELD_MAX, FIELD_SUM, MOMENTS, Node, substitute
-from gigagrad.graphs.statistics import average, grouped, merged, moments, normalise, variance
+from gigagrad.graphs.statistics import average, blended, grouped, merged, moments, normalise, variance
 
 _HALVES: Final = frozenset({torch.float16, torch.bfloat16})
 _AT_ONCE: Final = 2**20
@@ -182,7 +182,7 @@ def _int64(value: int) -> int:
 
 
 _FUNCTIONS: tuple[Callable[..., Any], ...] = (
-    *(class_weights, field_sum, field_max, field_bins, moments, grouped, average, variance, normalise),
+    *(class_weights, field_sum, field_max, field_bins, moments, grouped, average, variance, blended, normalise),
     *(gather, item, positions, seed, uniform),
 )
 _OWN = {f"gigagrad.{own.__name__}": own for own in _FUNCTIONS}

@@ -129,6 +129,11 @@ def variance(moments: torch.Tensor, correction: float) -> torch.Tensor:
     return moments[3] / (moments[0] - correction).clamp(min=0)
 
 
+def blended(old: torch.Tensor, new: torch.Tensor, momentum: float) -> torch.Tensor:
+    """Return a running statistic after a step, in its own dtype; it is computed in float64."""
+    return (old.double() * (1 - momentum) + new * momentum).to(old.dtype)
+
+
 class _Normalise(torch.autograd.Function):
     @staticmethod
     def forward(

@@ -234,16 +234,14 @@ def _batch_norm(builder: Builder, op: str, arguments: dict[str, Any]) -> Any:
     if running[0] is None:
         return [output, None, None]
     _, unbiased = builder.mean_and_variance(moments, correction=1)
-    updated = [_blend(builder, *both, arguments["momentum"]) for both in zip(running, (mean, unbiased), strict=True)]
+    updated = [
+        builder.one(
+            "gigagrad.blended",
+            {"old": old, "new": builder.aten("detach.default", new), "momentum": arguments["momentum"]},
+        )
+        for old, new in zip(running, (mean, unbiased), strict=True)
+    ]
     return [output, None, None, *updated]
-
-
-def _blend(builder: Builder, old: Ref, new: Ref, momentum: float) -> Ref:
-    """Compute a running statistic after this step."""
-    dtype = builder.node(old).dtype
-    kept = builder.aten("mul.Scalar", builder.to_dtype(old, torch.float64), 1 - momentum)
-    taken = builder.aten("mul.Scalar", builder.aten("detach.default", new), momentum)
-    return builder.to_dtype(builder.aten("add.Tensor", kept, taken), dtype)
 
 
 @rewrites(ON_FIELDS, aten("group_norm"))
