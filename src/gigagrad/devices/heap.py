@@ -55,6 +55,7 @@ class LargeBlocks:
     _now: ClassVar[tuple[bool, bool]] = False, False
     _setting: ClassVar[threading.Lock] = threading.Lock()
     _changed: ClassVar[bool] = False
+    _wanted: tuple[bool, bool] = False, False
 
     def choose(self, *, in_heap: bool, holding: bool) -> None:
         """Choose the source; `holding`: what is freed in the heap stays, whether large blocks come from it or not."""
