@@ -66,16 +66,16 @@ class _Shared:
         self.partition = Partition(self.graph, plan, problem.ranks)
         self.kept = [field.node for field in plan.kept if not self.graph.gathers(field.node)]
         self.moved = [i for i in self.kept if self.graph[i].differentiable]
-        self.sweeps = [(i, segment) for i in self.moved for segment in self.partition.adding(i)]
+        self.adding = [(i, segment) for i in self.moved for segment in self.partition.adding(i)]
 
     def found(self) -> dict[str, float]:
         partition = self.partition
         ranks = range(partition.count)
         pairs = [(a, b) for a in ranks for b in ranks if a != b]
         halos = [sum(self.nbytes(i, self.halo(i, rank)) for i in self.kept) for rank in ranks]
-        added = sum(self.nbytes(i, self.added(i, segment, rank)) for i, segment in self.sweeps for rank in ranks)
+        added = sum(self.nbytes(i, self.added(i, segment, rank)) for i, segment in self.adding for rank in ranks)
         sent = sum(self.nbytes(i, partition.halo(i, *pair)) for i in self.kept for pair in pairs)
-        for i, segment in self.sweeps:
+        for i, segment in self.adding:
             for pair in pairs:
                 overlaps = [box for _, box in partition.overlaps(segment, i, *pair)]
                 sent += self.nbytes(i, [*partition.sums(segment, i, *pair), *overlaps])

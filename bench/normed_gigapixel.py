@@ -2,7 +2,7 @@
 
     python bench/normed_gigapixel.py --scratch DIR [--height 100000 --width 100000] [--memory 2GiB]
 
-The statistics of each of the seven norms are those of the whole image, so the network takes seven sweeps forward and as
+The statistics of each of the seven norms are those of the whole image, so the network takes seven passes forward and as
 many back; fields at a stride are kept, in memory or under `--scratch`, and those at full resolution (the widest would
 take 120 GB at 100000 x 100000 px) are computed again. The image is a texture of 4099 px, repeated and shifted row by
 row, made as it is read; its mask are the texture's dark parts. Before, the same network is compared with plain autograd

@@ -74,7 +74,7 @@ def test_less_memory_costs_more_time():
 
 class Exact:
     """The same choice as an integer program, after Checkmate (Jain et al., 2020): in each sweep every field is computed
-    at most once, from what it computes itself and from what is kept of earlier sweeps. Any subset of the candidates may
+    at most once, from what it computes itself and from what is kept of earlier passes. Any subset of the candidates may
     be kept; a field costs the same wherever it is computed, without halos.
     """
 

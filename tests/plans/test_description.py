@@ -63,7 +63,7 @@ def test_all_that_is_known_of_a_plan_is_said():
     assert cells(segments) == [
         {
             "segment": "0",
-            "sweeps": "one pass",
+            "passes": "one pass",
             "tiles": "25 x 125",
             "tile px": "640 x 512",
             "crop px": "760 x 632",
@@ -119,7 +119,7 @@ def test_passes_are_told_as_runs():
         segments=segments, steps=tuple(Tiles(*one) for one in order), timed_seconds=(1.0,) * len(order)
     )
     assert dict(description.facts)["passes over segments"] == "forward 0 to 2, one pass 2, backward 1 to 0"
-    assert [row["sweeps"] for row in cells(description.tables[0])] == ["both", "both", "both"]
+    assert [row["passes"] for row in cells(description.tables[0])] == ["both", "both", "both"]
 
 
 def test_of_many_kept_fields_the_largest_are_shown():

@@ -157,7 +157,7 @@ def segments_of(plan: Plan, most: int) -> Table:
     chosen = sorted(sorted(range(len(seconds)), key=lambda i: -seconds[i])[:most])
     few = f"Segments: the {len(chosen)} of {len(seconds)} that take longest"
     columns = (
-        "segment sweeps tiles tile_px crop_px read per_tile time share operators sums keeps beside forward backward"
+        "segment passes tiles tile_px crop_px read per_tile time share operators sums keeps beside forward backward"
     )
     return Table(
         "Segments" if len(chosen) == len(seconds) else few,
