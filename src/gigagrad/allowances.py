@@ -22,6 +22,8 @@ KERNEL_BYTES: Final = 72 * 2**10
 """The size of a compiled convolution in oneDNN's cache, forward or one of two backward (13 to 80 KiB)."""
 AMX_KERNEL_BYTES: Final = 320 * 2**10
 """The size on a processor with matrix tiles for its dtype (270 KiB on average)."""
+LANES: Final = 16
+"""Channels that a vector register holds; kernels pad to them in a layout of their own."""
 MOST_COMPILED: Final = 1024
 """Compiled kernels that oneDNN's cache holds."""
 

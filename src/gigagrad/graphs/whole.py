@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from gigagrad.allowances import MAPPED_BYTES
+from gigagrad.allowances import LANES, MAPPED_BYTES
 
 _REORDERING = frozenset({torch.ops.aten.convolution, torch.ops.aten.convolution_backward})
 """Operators whose kernels copy what they read and write into a layout of their own."""
@@ -55,6 +55,13 @@ def count_whole(loss_module: Any, inputs: Any, mode: FakeTensorMode, *, backward
     return meter.cost()
 
 
+def _reordered_bytes(tensor: torch.Tensor) -> int:
+    """Count the bytes of a tensor in a kernel's own layout, in which channels fill whole vectors."""
+    nbytes = tensor.numel() * tensor.element_size()
+    channels = tensor.shape[1] if tensor.ndim > 2 else 0
+    return nbytes * (-(-channels // LANES) * LANES) // channels if channels else nbytes
+
+
 class _Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Add up the storages that are alive."""
 
@@ -83,10 +90,11 @@ class _Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for tensor in fresh:
             self._take(tensor.untyped_storage())
         moved = sum(tensor.numel() * tensor.element_size() for tensor in (*given, *made))
+        reordered = sum(map(_reordered_bytes, (*given, *made)))
         packet = func._overloadpacket
         if packet in _REORDERING:
             self._compiled += 2 if packet is torch.ops.aten.convolution_backward else 1
-        self._peak = max(self._peak, self._now + (moved if packet in _REORDERING else 0))
+        self._peak = max(self._peak, self._now + (reordered if packet in _REORDERING else 0))
         if fresh or func._schema.is_mutable:
             count: Callable[..., int] | None = flop_registry.get(packet)
             self._operators.append((moved, 0 if count is None else count(*args, **kwargs, out_val=result)))

@@ -14,13 +14,13 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from gigagrad.allowances import LANES
 from gigagrad.boxes import Span
 from gigagrad.graphs.crops import bound_pad
 from gigagrad.graphs.graph import IMAGE_AXES, Axes
 from gigagrad.graphs.op_rules import Bound, Call, NotTileable, Site, Whole, aten, per_operand, register, require_nchw
 from gigagrad.graphs.ops.windows import (
     GROUPED,
-    LANES,
     WindowRule,
     filled,
     inside_or_nearest,

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from gigagrad.allowances import LANES
 from gigagrad.boxes import Span
 from gigagrad.graphs.crops import Frame, bound_pad, crop_view, pad
 from gigagrad.graphs.graph import IMAGE_AXES, Axes, Ref
@@ -31,8 +32,6 @@ from gigagrad.graphs.op_rules import (
     scaled_gains,
 )
 
-LANES = 16
-"""Channels that a vector register holds; kernels pad to them."""
 GROUPED = (torch.float32, torch.bfloat16)
 """Types in which few channels are put together to fill it (docs/decisions/0023-few-channels.md)."""
 
