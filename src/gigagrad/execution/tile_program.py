@@ -146,7 +146,7 @@ class SegmentPrograms:
 
 
 class _Cut(NamedTuple):
-    """Chunk of a crop along one axis."""
+    """Part of a crop along one axis."""
 
     start: int
     length: int
@@ -176,7 +176,7 @@ class _Form:
     """Lengths of the crops of the fields read; 0 where there is none."""
     operators: tuple[_Extent | None, ...]
     shares: tuple[_Cut | None, ...]
-    """Chunks of the targets' crops that are the tile's own."""
+    """Parts of the targets' crops that are the tile's own."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -110,14 +110,14 @@ MakePlan = Callable[[Problem], Plan]
 """Raises `BudgetError`."""
 
 WORTH_SAYING = 0.05
-"""Chunk of the time that has to be saved."""
+"""Share of the time that has to be saved."""
 _ENOUGH = 0.8
 """The least that saves so much of what can be saved is named."""
 _WORTH_MORE = 0.8
 """More memory is named, too, where a step takes at most this share of that time."""
 _UNLIMITED = 1 << 60
 _SMALLER = (0.75, 0.5)
-"""Chunks of what is kept in a tier without bounds that are tried, too: what gains little is kept there as well."""
+"""Shares of what is kept in a tier without bounds that are tried, too: what gains little is kept there as well."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -257,7 +257,7 @@ class Plan:
         return found
 
     def memory_parts(self) -> list[tuple[str, int]]:
-        """Return the amounts that the predicted peak adds up from: a name for people, and bytes. Chunks of nothing are
+        """Return the amounts that the predicted peak adds up from: a name for people, and bytes. Parts of nothing are
         left out.
         """
         return [(amount.name, amount.size_bytes) for amount in self.memory_at_peak if amount.size_bytes]
