@@ -147,6 +147,10 @@ class Whole:
     """Run the model and the loss on the whole image as PyTorch does: `forward`, or `forward and backward`."""
 
     phase: str
+    from_heap: bool = False
+    """Large blocks come from the heap, which keeps what is freed, and not one by one from the system."""
+    watched: bool = False
+    """What the heap keeps is given back before it exceeds the plan's peak."""
 
 
 Step = Allocate | Tiles | Exchange | Gather | Scalars | Release | Whole

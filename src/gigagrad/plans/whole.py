@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from gigagrad.allowances import ALLOCATOR_FRAGMENTATION, FILLED_UNSEEN_BYTES, MAPPED_BYTES
+from collections.abc import Iterator
+
+from gigagrad.allowances import ALLOCATOR_FRAGMENTATION, FILLED_UNSEEN_BYTES
 from gigagrad.graphs import WholeCost
 from gigagrad.plans import estimate
-from gigagrad.plans.plan import Amount, Plan, amount_of, total
+from gigagrad.plans.plan import Amount, Plan, total
 from gigagrad.plans.problem import Problem
 from gigagrad.plans.program import Whole
 
@@ -19,7 +21,8 @@ def whole_plan(problem: Problem, memory_format: str) -> Plan | None:
     if cost is None:
         return None
     room = problem.room_bytes
-    for freed_bytes in _freed_bytes(cost):
+    phase = "forward and backward" if problem.backward else "forward"
+    for freed_bytes, step in _ways(cost, phase):
         fixed = _amounts(problem, cost, freed_bytes)
         if room is None or total(fixed) <= room:
             return Plan(
@@ -29,25 +32,14 @@ def whole_plan(problem: Problem, memory_format: str) -> Plan | None:
                 workers=1,
                 threads=problem.machine.threads,
                 segments=(),
-                steps=(Whole("forward and backward" if problem.backward else "forward"),),
+                steps=(step,),
                 kept=(),
                 whole_field=(),
                 budget_bytes=problem.budget_bytes,
                 fixed=fixed,
-                whole_seconds=_seconds(problem, cost, from_heap=_is_enough_for_heap(freed_bytes, cost)),
+                whole_seconds=_seconds(problem, cost, from_heap=step.from_heap),
             )
     return None
-
-
-def is_from_heap(plan: Plan, cost: WholeCost) -> bool:
-    """Say whether the plan has room for what the heap keeps of large blocks, whose pages then serve again."""
-    freed_bytes = amount_of(plan.fixed, estimate.ACTIVATION_FRAGMENTATION)
-    return cost.largest_bytes >= MAPPED_BYTES and _is_enough_for_heap(freed_bytes, cost)
-
-
-def is_roomy(plan: Plan, cost: WholeCost) -> bool:
-    """Say whether the plan has room for all that the heap ever kept of such a network, so that nobody has to look."""
-    return _planned_freed_bytes(plan) >= _freed_bytes(cost)[0]
 
 
 def unseen_bytes(cost: WholeCost) -> int:
@@ -55,21 +47,13 @@ def unseen_bytes(cost: WholeCost) -> int:
     return min(cost.largest_bytes, FILLED_UNSEEN_BYTES)
 
 
-def _planned_freed_bytes(plan: Plan) -> int:
-    return amount_of(plan.fixed, estimate.ACTIVATION_FRAGMENTATION)
-
-
-def _freed_bytes(cost: WholeCost) -> tuple[int, ...]:
-    """Return what may be planned for freed blocks, the fastest first: large blocks from the heap, with more or less
-    room until freed ones are given back; or each from the system.
-    """
+def _ways(cost: WholeCost, phase: str) -> Iterator[tuple[int, Whole]]:
+    """Yield what may be planned for freed blocks, with the step that keeps to it, the fastest first."""
     small = int(ALLOCATOR_FRAGMENTATION * cost.small_bytes)
-    least = small + unseen_bytes(cost)
-    return (*(max(int(share * cost.peak_bytes), least) for share in _HEAP_SHARES), small)
-
-
-def _is_enough_for_heap(freed_bytes: int, cost: WholeCost) -> bool:
-    return freed_bytes >= _freed_bytes(cost)[-2]
+    for share in _HEAP_SHARES:
+        freed_bytes = max(int(share * cost.peak_bytes), small + unseen_bytes(cost))
+        yield freed_bytes, Whole(phase, from_heap=True, watched=share < ALLOCATOR_FRAGMENTATION)
+    yield small, Whole(phase)
 
 
 def _amounts(problem: Problem, cost: WholeCost, freed_bytes: int) -> tuple[Amount, ...]:
