@@ -12,7 +12,7 @@ from torch import nn
 import gigagrad as gg
 from gigagrad.devices.cpu import Cpu
 from gigagrad.errors import BudgetError
-from gigagrad.events import Event, Notice, TileDone
+from gigagrad.events import Event, Notice, StepMeasured, TileDone
 from gigagrad.execution.whole import WholeRun
 
 
@@ -201,6 +201,26 @@ def test_an_error_leaves_gradients_alone():
         engine.backward(image, target)
     after = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
     assert all(map(torch.equal, after, before))
+
+
+@pytest.mark.parametrize("filled", [False, True])
+def test_an_error_behind_the_last_gradient_leaves_gradients_alone(filled):
+    """A listener that raises, or Ctrl-C: the step did not end."""
+    model, (image, target) = normed(), pair()
+    engine = gg.compile(model, F.mse_loss)
+    if filled:
+        engine.backward(image, target)
+    before = [copy.deepcopy(parameter.grad) for parameter in model.parameters()]
+
+    def stop(event):
+        if isinstance(event, StepMeasured):
+            raise KeyboardInterrupt
+
+    engine.events.subscribe(stop)
+    with pytest.raises(KeyboardInterrupt):
+        engine.backward(image, target)
+    after = [parameter.grad for parameter in model.parameters()]
+    torch.testing.assert_close(after, before, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("in_tiles", [False, True])

@@ -30,7 +30,7 @@ from gigagrad.execution.seeds import drawing, draws_of
 from gigagrad.execution.sinks import Handed, OutputField, Pyramid, Sink, WholeTensor
 from gigagrad.execution.sources import Source, opened_sources
 from gigagrad.execution.tracebacks import lets_go, stream_lets_go
-from gigagrad.execution.whole import TooLarge, WholeRun, hooks_called
+from gigagrad.execution.whole import TooLarge, WholeRun, filling, hooks_called
 from gigagrad.graphs import Captured, Graph, LossModule, Node
 from gigagrad.images import Image
 from gigagrad.plans import Plan, Problem
@@ -200,14 +200,14 @@ class Engine:
         """
         if self.loss is None:
             raise ConfigError("this engine has no loss; compile(model, loss) to train")
-        with self.ranks.error_scope(), self._shown(), opened_sources(self._composite, image, target) as sources:
-            run, graph = self._run("backward", sources)
-            given = {name: source.given for name, source in sources.items() if source.given is not None}
-        if isinstance(run, WholeRun):
-            own = [tensor for tensor, _ in run.gradients if all(tensor is not one for one in given.values())]
-            with hooks_called(own):
-                _accumulate(run.gradients)
-            return run.output
+        with filling() as filled:
+            with self.ranks.error_scope(), self._shown(), opened_sources(self._composite, image, target) as sources:
+                run, graph = self._run("backward", sources, filled)
+                given = {name: source.given for name, source in sources.items() if source.given is not None}
+            if isinstance(run, WholeRun):
+                with hooks_called(run.hooked):
+                    _accumulate(run.gradients)
+                return run.output
         parameters = {**dict(self._composite.named_parameters(remove_duplicate=False)), **graph.closed}
         found: list[tuple[torch.Tensor, torch.Tensor]]
         found = [(parameters[graph[i].arguments["name"]], gradient) for i, gradient in run.gradients.items()]
@@ -261,14 +261,14 @@ class Engine:
             raise ConfigError("out= is for a prediction: forward(image, out=...), without the target")
         with self.ranks.error_scope(), self._shown(), opened_sources(self._composite, image, target) as sources:
             if self.loss is not None:
-                return self._run("forward", sources)[0].output
+                return self._run("forward", sources, [])[0].output
             graph = self._captures.get(sources).graph
             if _delivers_image(graph):
                 self._one_process("a prediction")
                 return self._delivered(graph, sources, out)
             if out is not None:
                 raise ConfigError("out= needs a model whose output is an image")
-            return self._run("forward", sources)[0].outputs
+            return self._run("forward", sources, [])[0].outputs
 
     @stream_lets_go
     def stream(self, image: Any) -> Generator[tuple[Box, torch.Tensor], None, None]:
@@ -363,20 +363,25 @@ class Engine:
             self._planner.finished(prepared, None)
         leave_state(self._composite, run.updates, captured)
 
-    def _run(self, phase: str, sources: dict[str, Source]) -> tuple[Run | WholeRun, Graph]:
+    def _run(self, phase: str, sources: dict[str, Source], filled: list[torch.Tensor]) -> tuple[Run | WholeRun, Graph]:
         """Return a finished run of a graph whose output is no image."""
         try:
-            return self._run_as_planned(phase, sources)
+            return self._run_as_planned(phase, sources, filled)
         except TooLarge as error:
             told = f"the whole image takes more memory than was predicted ({error.__cause__}); it is computed in tiles"
             self.events.emit(Notice(told, warning=True))
             self.in_tiles = True
-            return self._run_as_planned(phase, sources)
+            return self._run_as_planned(phase, sources, filled)
 
-    def _run_as_planned(self, phase: str, sources: dict[str, Source]) -> tuple[Run | WholeRun, Graph]:
+    def _run_as_planned(
+        self, phase: str, sources: dict[str, Source], filled: list[torch.Tensor]
+    ) -> tuple[Run | WholeRun, Graph]:
         with self._measured(phase, sources) as (prepared, captured, more):
             if prepared.plan.whole:
-                return self._run_whole(phase, sources, prepared, captured), prepared.graph
+                backward = phase == "backward"
+                whole = WholeRun(prepared, sources, self._composite, self.events, filled, backward=backward)
+                self._run_whole(whole, prepared, captured)
+                return whole, prepared.graph
             draws = self._draws(prepared)
             for overflows in range(self.overflows, MOST_OVERFLOWS + 1):
                 try:
@@ -411,14 +416,12 @@ class Engine:
         self.left = Left(self._composite, captured, run.values) if in_tiles else None
         return run, prepared.graph
 
-    def _run_whole(self, phase: str, sources: dict[str, Source], prepared: Prepared, captured: Captured) -> WholeRun:
-        run = WholeRun(prepared, sources, self._composite, self.events, backward=phase == "backward")
+    def _run_whole(self, run: WholeRun, prepared: Prepared, captured: Captured) -> None:
         run.run()
         self._planner.finished(prepared, None)
         if captured.effects or captured.left_out:
             captured.guard.renew()  # the model itself ran: whatever that left is what the next one finds
         self.left = None
-        return run
 
     @contextmanager
     def _measured(
@@ -477,7 +480,7 @@ def _accumulate(found: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
 
 
 class _HandOver(torch.autograd.Function):
-    """Has gradients that are known already; autograd takes them over one by one."""
+    """Hand gradients that are known already over to autograd, one by one."""
 
     @staticmethod
     def forward(ctx: Any, gradients: list[torch.Tensor], *tensors: torch.Tensor) -> torch.Tensor:

@@ -15,7 +15,8 @@ from gigagrad.execution.prepared import Prepared
 from gigagrad.execution.refusals import refused_by_pytorch
 from gigagrad.execution.sources import Source
 from gigagrad.graphs import LossModule
-from gigagrad.plans.whole import is_from_heap, is_roomy, unseen_bytes
+from gigagrad.plans.program import Whole
+from gigagrad.plans.whole import unseen_bytes
 
 
 class TooLarge(Exception):
@@ -26,16 +27,25 @@ class WholeRun:
     """One forward, or forward and backward, of one image at once. The model leaves its buffers as in PyTorch."""
 
     def __init__(
-        self, prepared: Prepared, sources: dict[str, Source], composite: LossModule, events: Events, *, backward: bool
+        self,
+        prepared: Prepared,
+        sources: dict[str, Source],
+        composite: LossModule,
+        events: Events,
+        filled: list[torch.Tensor],
+        *,
+        backward: bool,
     ) -> None:
+        """Prepare a run; leaves whose empty `.grad` autograd fills are added to `filled` before it does."""
         self._prepared, self._sources, self._composite, self._events = prepared, sources, composite, events
         self._backward = backward
-        self._filled: list[torch.Tensor] = []
-        """Leaves whose empty `.grad` autograd fills; an error empties it again."""
+        self._filled = filled
         self.outputs: Any = None
         """The value that the loss or the model returned, detached."""
         self.gradients: list[tuple[torch.Tensor, torch.Tensor]] = []
         """The parameters, images and labels that are still to get a gradient, each with it."""
+        self.hooked: list[torch.Tensor] = []
+        """Those among them whose hooks autograd has called."""
 
     @property
     def output(self) -> torch.Tensor:
@@ -48,13 +58,14 @@ class WholeRun:
         memory than the plan says; else whatever the model raises.
         """
         device, plan = self._prepared.device, self._prepared.plan
+        (step,) = plan.steps
+        assert isinstance(step, Whole)
         cost = self._prepared.graph.whole[self._backward]
         before = {} if device.is_host else self._written()
         watch = device.memory_guard(plan.predicted_peak_bytes, plan.budget_bytes)
         try:
-            largest = unseen_bytes(cost) if is_from_heap(plan, cost) else 0
-            watch.begin_pass(cost.peak_bytes, 0, largest)
-            computing = watch.computing_tiles if is_roomy(plan, cost) else watch.computing_whole
+            watch.begin_pass(cost.peak_bytes, 0, unseen_bytes(cost) if step.from_heap else 0)
+            computing = watch.computing_whole if step.watched else watch.computing_tiles
             with device.bounded(plan.predicted_peak_bytes), computing():
                 self._run()
                 watch.tile_done()
@@ -63,6 +74,7 @@ class WholeRun:
                 raise
             for buffer, value in before.items():
                 buffer.detach().copy_(value)
+            _empty(self._filled)
             raise TooLarge from error
         except Exception as error:
             if (refused := refused_by_pytorch(error)) is not None:
@@ -81,13 +93,8 @@ class WholeRun:
         return {tensor: tensor.detach().clone() for tensor in written if tensor is not None}
 
     def _run(self) -> None:
-        try:
-            with torch.inference_mode(False), torch.set_grad_enabled(self._backward), self._autocast():
-                self._compute()
-        except BaseException:
-            for leaf in self._filled:
-                leaf.grad = None
-            raise
+        with torch.inference_mode(False), torch.set_grad_enabled(self._backward), self._autocast():
+            self._compute()
 
     def _compute(self) -> None:
         inputs = {name: self._input(source) for name, source in self._sources.items()}
@@ -115,6 +122,7 @@ class WholeRun:
         for (_, given), gradient in zip(pairs, gradients, strict=True):
             if gradient is not None and given is not None:
                 self.gradients.append((given, gradient.reshape(given.shape)))
+        self.hooked = [leaf for leaf, given in pairs if leaf is given]
 
     def _accumulate_as_they_come(
         self, loss: torch.Tensor, pairs: list[tuple[torch.Tensor, torch.Tensor | None]]
@@ -122,7 +130,7 @@ class WholeRun:
         """Let autograd fill `.grad`s that are empty: where each gradient is made it is still in the caches. Images and
         labels get theirs later.
         """
-        self._filled = [leaf for leaf, _ in pairs]
+        self._filled += [leaf for leaf, _ in pairs]
         torch.autograd.backward(loss, inputs=self._filled)
         for leaf, given in pairs:
             if given is not None and leaf is not given and leaf.grad is not None:
@@ -148,6 +156,22 @@ class WholeRun:
 def _may_not_be_undone(leaf: torch.Tensor) -> bool:
     """Say whether a backward that fails might leave more behind than a `.grad` that was empty."""
     return leaf.grad is not None or not leaf.is_leaf or bool(getattr(leaf, "_post_accumulate_grad_hooks", None))
+
+
+@contextmanager
+def filling() -> Iterator[list[torch.Tensor]]:
+    """Yield a list for leaves whose empty `.grad` is filled in the block; an error there empties it again."""
+    filled: list[torch.Tensor] = []
+    try:
+        yield filled
+    except BaseException:
+        _empty(filled)
+        raise
+
+
+def _empty(filled: list[torch.Tensor]) -> None:
+    while filled:
+        filled.pop().grad = None
 
 
 @contextmanager
