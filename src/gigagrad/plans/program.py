@@ -150,7 +150,7 @@ class Whole:
     from_heap: bool = False
     """Large blocks come from the heap, which keeps what is freed, and not one by one from the system."""
     watched: bool = False
-    """What the heap keeps is given back before it exceeds the plan's peak."""
+    """The heap gives back what it keeps before that exceeds the plan's peak."""
 
 
 Step = Allocate | Tiles | Exchange | Gather | Scalars | Release | Whole
