@@ -59,7 +59,8 @@ def chain_of(graph, backward=True):
     costs = Costs(graph, Machine())
 
     def seconds(segment):
-        return costs.of(segment, (64, 64), backward=False, roughly=True).forward_seconds
+        cost = costs.of(segment, (64, 64), backward=True, roughly=True)
+        return cost.forward_seconds, cost.backward_seconds
 
     return Cuts(graph, seconds, backward=backward)
 

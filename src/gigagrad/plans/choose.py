@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from heapq import heappop, heappush
 from itertools import islice
 
 from gigagrad.errors import BudgetError
@@ -14,6 +13,7 @@ from gigagrad.plans.cost import Costs
 from gigagrad.plans.cuts import Cuts
 from gigagrad.plans.emit import shared_by
 from gigagrad.plans.estimate import ABOUT_AS_FAST, fixed_amounts
+from gigagrad.plans.evictions import Eviction, evictions, placed
 from gigagrad.plans.fit import Fitter, Kept
 from gigagrad.plans.plan import COTANGENTS, FIELDS, Amount, Plan, RankPlan, total
 from gigagrad.plans.problem import Problem
@@ -184,8 +184,8 @@ class _Chooser:
         """Fields by tier, and the bytes that they take without any tile."""
 
     def best(self) -> Plan:
-        """Keep what is worth keeping in memory; where that does not fit, the faster of moving fields to other tiers and
-        of keeping fewer. The refusal names the leanest of all candidates tried.
+        """Keep what is worth keeping in memory; where that does not fit, the faster of evicting single fields and of
+        fewer cuts. The refusal names the leanest of all candidates tried.
         """
         in_memory = self._fitter.in_memory
         chain = Cuts(self._graph, self._costs.usual_seconds, backward=self._problem.backward)
@@ -196,17 +196,13 @@ class _Chooser:
             at_once = self._attempt(in_memory(selections[-1]))
         if wanted is not None:
             return self._better([wanted, at_once or wanted])
-        moved = self._moved(selections[0])
-        if moved is not None:
-            unbounded = self._fitter.unbounded().fit({field.node: field.tier for field in moved.kept})
-            if moved.modelled_seconds < _GOOD_ENOUGH * unbounded.modelled_seconds:
-                return moved
+        without = self._without(selections[0])
+        if without is not None:
+            unbounded = self._fitter.unbounded().fit(in_memory(selections[0]))
+            if without.modelled_seconds < _GOOD_ENOUGH * unbounded.modelled_seconds:
+                return without
         fewer = self._fastest(len(selections) - 1, lambda count: in_memory(selections[count]))
-        order = self._order_of_dropping(selections[0])
-        single = self._fastest(len(order), lambda count: in_memory(selections[0].difference(order[:count])))
-        if moved is None:
-            moved = next(filter(None, map(self._moved, _spread(selections[1:]))), None)
-        found = min(filter(None, (at_once, moved, fewer, single)), key=_seconds, default=None)
+        found = min(filter(None, (at_once, without, fewer)), key=_seconds, default=None)
         if found is None:
             self._refuse(in_memory(selections[-1]), 0)
             return self._closely()
@@ -252,32 +248,6 @@ class _Chooser:
         except BudgetError:
             return self._fitter.fit(kept, closely=True)
 
-    def _order_of_dropping(self, kept: frozenset[int]) -> list[int]:
-        """Return single fields, the one that costs the least time per byte first, given that those before it are gone:
-        cuts keep their skips as a whole, and cotangents of large fields live long, so that none of them may fit.
-
-        Greedy, and lazy about it (Minoux, 1978): giving up a field becomes dearer as its neighbours go, so a cost that
-        was computed earlier is a lower bound, and only the best candidate's is brought up to date.
-        """
-        remaining, order = kept, list[int]()
-        seconds = self._rough_seconds(remaining)
-        heap = [(0.0, i) for i in kept - gathered(self._graph)]
-        fresh: dict[int, int] = {}
-        while heap:
-            _, field = heappop(heap)
-            without = self._rough_seconds(remaining - {field})
-            rate = (without - seconds) / self._graph[field].nbytes
-            if fresh.get(field) != len(order) and heap and rate > heap[0][0]:
-                fresh[field] = len(order)
-                heappush(heap, (rate, field))
-                continue
-            order.append(field)
-            remaining, seconds = remaining - {field}, without
-        return order
-
-    def _rough_seconds(self, kept: frozenset[int]) -> float:
-        return sum(self._costs.usual_seconds(segment) for segment in split_segments(self._graph, kept))
-
     def _attempt(self, kept: Kept) -> Plan | None:
         budget, has_room = self._problem.budget_bytes, self._fitter.has_room(kept)
         # Where another tier has too little room, the refusal will say what memory would do instead.
@@ -291,29 +261,23 @@ class _Chooser:
         self._tried(None if candidate is None else candidate.modelled_seconds)
         return candidate
 
-    def _moved(self, wanted: frozenset[int]) -> Plan | None:
-        """Keep all of these fields, as many in other tiers as is fastest; None if those have too little room."""
-        if not any(self._problem.rooms.values()):
-            return None
-        movable = self._order_of_moving(wanted)
-        return self._fastest(len(movable), lambda count: self._placed(wanted, movable[:count]))
-
-    def _order_of_moving(self, kept: frozenset[int]) -> list[int]:
-        """Return kept fields, the ones with the fewest readers first, of those the largest; whole-field operators need
-        theirs in memory.
+    def _without(self, wanted: frozenset[int]) -> Plan | None:
+        """Return the fastest plan with some of these fields evicted. Where memory is tight, computing a field again
+        takes much longer than usual tiles say: with other tiers, to move as many or all that are left is tried, too.
         """
-        segments = split_segments(self._graph, kept)
-        readers = {i: sum(i in segment.reads for segment in segments) for i in kept}
-        return sorted(kept - gathered(self._graph), key=lambda i: (readers[i], -self._graph[i].nbytes))
-
-    def _placed(self, kept: frozenset[int], moved: list[int]) -> Kept:
-        """Place the moved fields in the first of the other tiers that has room for them and their cotangents."""
-        placed, rooms = dict(self._fitter.in_memory(kept)), dict(self._problem.rooms)
-        for i in moved:
-            needed = 2 * self._graph[i].nbytes
-            placed[i] = next((tier for tier, room in rooms.items() if needed <= room), [*rooms][-1])
-            rooms[placed[i]] -= needed
-        return placed
+        in_memory = self._fitter.in_memory(wanted)
+        order = partial(evictions, self._problem, self._costs, wanted)
+        if any(self._problem.rooms.values()):
+            moved = dict.fromkeys(wanted - gathered(self._graph), [*self._problem.rooms][-1])
+            tried = [
+                (in_memory, order(dropping=True, moving=True)),
+                (in_memory, order(dropping=False, moving=True)),
+                ({**in_memory, **moved}, order(dropping=True, moving=False)),
+            ]
+        else:
+            tried = [(in_memory, order(dropping=True, moving=False))]
+        found = [self._fastest(len(gone), partial(_evicted, kept, gone)) for kept, gone in tried]
+        return min(filter(None, found), key=_seconds, default=None)
 
     def _fastest(self, most: int, keeping: Callable[[int], Kept]) -> Plan | None:
         """Find the fastest candidate that gives up 1 to `most` steps of something.
@@ -346,7 +310,5 @@ def _seconds(plan: Plan) -> float:
     return plan.modelled_seconds
 
 
-def _spread(selections: list[frozenset[int]]) -> list[frozenset[int]]:
-    """Return about eight of them, the first and the last included."""
-    step = max(1, len(selections) // 8)
-    return [*selections[:-1:step], *selections[-1:]]
+def _evicted(kept: Kept, order: list[Eviction], count: int) -> Kept:
+    return placed(kept, order[:count])

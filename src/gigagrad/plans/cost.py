@@ -23,8 +23,8 @@ from gigagrad.plans.memory import (
 )
 from gigagrad.plans.segments import Segment
 
-_SWEEPS = 3
-"""A forward with its backward, in forwards."""
+_GRADIENT = 2
+"""An operator's vector-Jacobian product, in forwards."""
 _REORDERED = 3
 """Times that weights are moved which the library reorders for itself: read, written and read again."""
 _BYTES_OF_A_SUM = 6
@@ -83,7 +83,7 @@ class Costs:
         self._machine = machine
         self._rounds = rounds
         self._with_whole: dict[int, Costs] = {}
-        self._usual: dict[tuple[object, ...], float] = {}
+        self._usual: dict[tuple[object, ...], tuple[float, float]] = {}
         self._known: dict[tuple[object, ...], TileCost] = {}
         self._steps = remembered_steps(graph)
         self._flops: dict[int, float] = {}
@@ -104,9 +104,9 @@ class Costs:
             self._known[key] = self._cost(segment, shape, backward=backward, roughly=roughly)
         return self._known[key]
 
-    def usual_seconds(self, segment: Segment) -> float:
-        """Predict one forward pass by one thread with tiles of a usual size, judged by one in the middle: to compare
-        cuts.
+    def usual_seconds(self, segment: Segment) -> tuple[float, float]:
+        """Predict a forward and a backward pass by one thread with tiles of a usual size, judged by one in the middle:
+        to compare cuts.
 
         What computes a coarse field works on finer ones: tiles that are small for it have large crops, and without a
         cut in between nearly all of these are halo.
@@ -116,7 +116,7 @@ class Costs:
             self._usual[key] = self._judge(segment)
         return self._usual[key]
 
-    def _judge(self, segment: Segment) -> float:
+    def _judge(self, segment: Segment) -> tuple[float, float]:
         graph, targets, sides = self.graph, segment.targets(self.graph), []
         for axis in (0, 1):
             size = max(graph[i].size(axis) for i in targets)
@@ -124,8 +124,9 @@ class Costs:
             sides.append(min(size, _USUAL_SIDE_PX, max(1, _USUAL_CROP_PX * size // finest)))
         grid = Grid(graph, segment, (sides[0], sides[1]), self._steps)
         tile, largest = grid.middle, graph[grid.reference]
-        forward, _ = self._tile_seconds(segment, tile)
-        return forward * largest.size(0) * largest.size(1) / tile.wanted(grid.reference).area
+        tiles = largest.size(0) * largest.size(1) / tile.wanted(grid.reference).area
+        forward, backward = self._tile_seconds(segment, tile)
+        return forward * tiles, backward * tiles
 
     def whole_seconds(self, *, backward: bool, on_host: bool = True) -> float:
         """Predict the seconds of whole-field operators, which no choice of tiles changes; `on_host` what they make is
@@ -136,7 +137,7 @@ class Costs:
             if node.whole and node.op != GATHER:
                 moved = node.nbytes + sum(graph[i].nbytes for i in set(node.operands))
                 once = self._machine.operator_seconds(moved, self._flops_of(node))
-                times = _SWEEPS if backward and node.differentiable else 1
+                times = 1 + _GRADIENT * (backward and node.differentiable)
                 seconds += once * times
                 mapped += times * node.nbytes if node.nbytes >= MAPPED_BYTES else 0
         pages = self._machine.block_seconds(mapped) if on_host else 0.0
@@ -180,7 +181,7 @@ class Costs:
             forward_seconds=forward,
             backward_seconds=backward_too if backward else forward,
             forward_calls=calls,
-            backward_calls=calls + (_SWEEPS - 1) * differentiable * tiles if backward else calls,
+            backward_calls=calls + _GRADIENT * differentiable * tiles if backward else calls,
             crop_bytes=read + 2 * kept_shares,
             own_crop_bytes=kept_shares,
             compiled=0 if roughly else compiled_convolutions(grid, backward=backward),
@@ -189,25 +190,24 @@ class Costs:
         )
 
     def _tile_seconds(self, segment: Segment, tile: TileGeometry) -> tuple[float, float]:
-        """Predict one tile's forward, and its forward and backward. That costs about two forwards more, and the
-        gradients of what is no field are added to their sums; where weights are large, that is most of what a small
-        tile takes.
+        """Predict one tile's forward pass and its backward pass. That computes again all but the kept fields whose
+        operators need no output for their gradient, costs about two forwards more, and adds the gradients of what is no
+        field to their sums; where weights are large, that is most of what a small tile takes.
         """
         graph, machine = self.graph, self._machine
         size = {i: crop_bytes(graph, tile, i) for i in (*segment.reads, *segment.fields)}
         moved = sum(size[i] for i in (*segment.reads, *segment.kept))
-        forward = moved / machine.memory_bytes_per_second
-        further = forward
+        forward = backward = moved / machine.memory_bytes_per_second
+        not_again = {i for i in segment.kept if lookup(graph[i].op).backward_without_output}
         for i in segment.fields:
             node, own = graph[i], size[i]
             read = sum(size[j] for j in graph.reads[i])
             once = machine.operator_seconds(own + read, own / node.nbytes * self._flops_of(node))
             once += self._given_bytes(node) / machine.memory_bytes_per_second
             forward += once
-            further += once if node.differentiable else 0.0
+            backward += once * ((i not in not_again) + _GRADIENT * node.differentiable)
         added = sum(graph[i].nbytes for i in segment.globals if graph[i].differentiable)
-        summed = _BYTES_OF_A_SUM * added / machine.memory_bytes_per_second
-        return forward, forward + (_SWEEPS - 1) * further + summed
+        return forward, backward + _BYTES_OF_A_SUM * added / machine.memory_bytes_per_second
 
 
 def _key(segment: Segment) -> tuple[object, ...]:

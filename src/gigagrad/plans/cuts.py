@@ -26,8 +26,8 @@ _LONGEST_CHAIN = 4
 """Candidates that a field may be computed from pixelwise before it is a candidate itself."""
 
 _Steps = np.ndarray[tuple[int, int, int], np.dtype[np.int_]]
-Seconds = Callable[[Segment], float]
-"""Time of one forward pass of a segment."""
+Seconds = Callable[[Segment], tuple[float, float]]
+"""Times of a segment's forward and of its backward pass."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,13 +131,11 @@ class Cuts:
 
     def _segment_seconds(self, roots: frozenset[int], stored: frozenset[int], kept: frozenset[int]) -> float:
         segment = segment_for(self._graph, roots, stored, kept)
-        seconds = self._seconds(segment)
-        if not self._backward:
-            return seconds
-        if not any(self._graph[i].differentiable for i in (*segment.reductions, *segment.kept)):
-            return seconds
+        forward, backward = self._seconds(segment)
+        if not self._backward or not any(self._graph[i].differentiable for i in (*segment.reductions, *segment.kept)):
+            return forward
         one_pass = self._is_last(segment) and last_cotangents(self._graph, segment) is not Cotangents.AFTER_FORWARD
-        return (3 if one_pass else 4) * seconds  # a vector-Jacobian product costs two forwards beside its own
+        return backward if one_pass else forward + backward
 
     def _is_last(self, segment: Segment) -> bool:
         return (

@@ -1,0 +1,124 @@
+"""Order in which kept fields leave the memory: to another tier, or to be computed again, whichever takes less time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from heapq import heappop, heappush
+from typing import NamedTuple
+
+from gigagrad.plans.cost import Costs
+from gigagrad.plans.problem import Problem
+from gigagrad.plans.segments import Segment, gathered, segment_for, split_segments
+
+
+class Eviction(NamedTuple):
+    """One field that leaves the memory."""
+
+    field: int
+    tier: str | None
+    """The tier that it goes to; None where it is computed again."""
+
+
+def evictions(problem: Problem, costs: Costs, kept: frozenset[int], *, dropping: bool, moving: bool) -> list[Eviction]:
+    """Return the fields in the order in which they leave the memory, the one that costs the least time per byte first,
+    given that those before it are gone: cuts keep their skips as a whole, and cotangents of large fields live long, so
+    that no choice of cuts may fit. With `dropping` they are computed again, with `moving` they go to the first of the
+    other tiers that has room for them and their cotangents; with both, whichever takes less time.
+
+    Greedy, and lazy about it (Minoux, 1978): giving up a field becomes dearer as its neighbours go, so a cost that was
+    computed earlier is a lower bound, and only the best candidate's is brought up to date.
+    """
+    passes, order = _Passes(problem, costs, kept), list[Eviction]()
+    rooms = dict(problem.rooms) if moving else {}
+    heap = [(0.0, i) for i in kept - gathered(problem.graph)]
+    fresh: dict[int, int] = {}
+    while heap:
+        _, field = heappop(heap)
+        needed = 2 * problem.graph[field].nbytes
+        tier = next((tier for tier, room in rooms.items() if needed <= room), None)
+        ways = [Eviction(field, way) for way in ([None] if dropping else []) + ([tier] if tier else [])]
+        if not ways:
+            continue
+        seconds, best = min(((passes.seconds_more(way), way) for way in ways), key=lambda pair: pair[0])
+        rate = seconds / problem.graph[field].nbytes
+        if fresh.get(field) != len(order) and heap and rate > heap[0][0]:
+            fresh[field] = len(order)
+            heappush(heap, (rate, field))
+            continue
+        passes.apply(best)
+        if best.tier is not None:
+            rooms[best.tier] -= needed
+        order.append(best)
+    return order
+
+
+def placed(kept: Mapping[int, str], gone: Iterable[Eviction]) -> dict[int, str]:
+    """Return the fields kept and the tier of each after some have left the memory."""
+    left = dict(kept)
+    for field, tier in gone:
+        if tier is None:
+            del left[field]
+        else:
+            left[field] = tier
+    return left
+
+
+class _Passes:
+    """The passes of a plan with their usual tiles, each by itself: where a field is dropped, those that read it compute
+    it again, and none become one.
+    """
+
+    def __init__(self, problem: Problem, costs: Costs, kept: frozenset[int]) -> None:
+        self._problem, self._graph, self._costs = problem, problem.graph, costs
+        self._segments = list(split_segments(problem.graph, kept))
+        self._stored = kept | gathered(problem.graph)
+        self._tiers: dict[int, str] = {}
+        self._seconds = [self._seconds_of(segment, self._tiers) for segment in self._segments]
+
+    def seconds_more(self, way: Eviction) -> float:
+        """Predict by the clock how much longer the passes take, one field further gone."""
+        return sum(seconds - self._seconds[place] for place, (_, seconds) in self._after(way).items())
+
+    def apply(self, way: Eviction) -> None:
+        for place, (segment, seconds) in self._after(way).items():
+            self._segments[place], self._seconds[place] = segment, seconds
+        if way.tier is None:
+            self._stored -= {way.field}
+        else:
+            self._tiers[way.field] = way.tier
+
+    def _after(self, way: Eviction) -> dict[int, tuple[Segment, float]]:
+        """Return the segments that change, by their place, and the seconds of each."""
+        field, tier = way
+        tiers = self._tiers if tier is None else {**self._tiers, field: tier}
+        changed = {}
+        for place, segment in enumerate(self._segments):
+            if field in segment.reads or field in segment.kept:
+                after = segment if tier is not None else self._without(segment, field)
+                changed[place] = after, self._seconds_of(after, tiers)
+        return changed
+
+    def _without(self, segment: Segment, field: int) -> Segment:
+        kept = [i for i in segment.kept if i != field]
+        roots = {*segment.targets(self._graph)}
+        if field in segment.kept and field not in {self._graph[r].operands[0] for r in segment.reductions}:
+            roots.discard(field)
+        return segment_for(self._graph, roots, self._stored - {field}, kept)
+
+    def _seconds_of(self, segment: Segment, tiers: Mapping[int, str]) -> float:
+        if not (segment.kept or segment.reductions or segment.output is not None):
+            return 0.0
+        machine, graph = self._problem.machine, self._graph
+        values, added = [*segment.reads, *segment.kept], [i for i in segment.reads if graph[i].differentiable]
+        moved = [values, [*values, *segment.kept, *added, *added]]
+        found = 0.0
+        for computing, fields in zip(self._costs.usual_seconds(segment), moved, strict=True):
+            processing, links = computing / machine.threads, [0.0]
+            for tier in self._problem.tiers[1:]:
+                nbytes = sum(graph[i].nbytes for i in fields if tiers.get(i) == tier.name)
+                processing += tier.processor_seconds(nbytes, machine)
+                links.append(tier.link_seconds(nbytes, machine))
+            found += max(processing, *links)
+            if not self._problem.backward:
+                break
+        return found
