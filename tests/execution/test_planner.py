@@ -15,6 +15,7 @@ from gigagrad.execution import planner
 from gigagrad.losses import bce
 from gigagrad.plans import estimate
 from gigagrad.plans.plan import amount_of
+from gigagrad.threads import operator_threads
 from tests.devices.fake import FakeCpu
 
 MIB = 2**20
@@ -203,6 +204,21 @@ def test_only_so_many_sizes_are_kept(monkeypatch):
         engine.plan(torch.zeros(1, 10, width))
     assert engine.plan(torch.zeros(1, 10, 10)) is not first
     assert len(engine.state_dict()["choices"]) == 3
+
+
+def test_a_plan_made_again_takes_as_long():
+    """One tile is computed by both threads, the second time, too."""
+    image = np.zeros((3, 400, 400), np.uint8)
+    plans, state = [], None
+    for _ in range(2):
+        engine = gg.compile(gg.models.resolve("paper-unet"), bce, tile=(400, 400), device=FakeCpu(400 * MIB))
+        if state is not None:
+            engine.load_state_dict(state)
+        with operator_threads(2):
+            plans.append(engine.plan(image, image[:1]))
+        state = engine.state_dict()
+    assert [(plan.workers, plan.threads) for plan in plans] == [(1, 2), (1, 2)]
+    assert plans[0].modelled_seconds == plans[1].modelled_seconds
 
 
 @pytest.mark.parametrize("kept", [[10**6], [0], [4]], ids=["no such node", "an image", "another number of segments"])

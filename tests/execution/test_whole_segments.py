@@ -124,7 +124,7 @@ def test_values_that_nothing_reads_any_more_are_given_back():
 
 def problem_of(graph: Graph, budget: int | None) -> Problem:
     held = (Amount(estimate.PROCESS, MIB),)
-    machine = dataclasses.replace(Machine(), threads=2)
+    machine = dataclasses.replace(Machine.typical_gpu(), flops_per_second=1e11)  # so slow that tiles are of use
     whole = graph.whole.get(True)  # on a device whose allocator keeps what is freed, where new blocks cost nothing
     return Problem(
         graph=graph, backward=True, machine=machine, device="cuda", budget_bytes=budget, held=held, whole=whole

@@ -54,7 +54,7 @@ def test_what_is_dropped_is_computed_again_by_those_that_read_it():
     order = order_of(graph, kept)
     left, seconds = dict.fromkeys(kept, "memory"), []
     for eviction in order:
-        left = placed(left, [eviction])
+        _, left = placed(left, [eviction])
         seconds.append(sum(costs.usual_seconds(segment)[0] for segment in split_segments(graph, left)))
     assert not left
     assert seconds[-1] > seconds[0]
@@ -63,5 +63,6 @@ def test_what_is_dropped_is_computed_again_by_those_that_read_it():
 
 def test_fields_are_placed_as_they_leave():
     kept = {1: "memory", 2: "memory", 3: "memory"}
-    assert placed(kept, [Eviction(2, None), Eviction(3, "disk")]) == {1: "memory", 3: "disk"}
+    found = placed(kept, [Eviction(2, None), Eviction(3, "disk")])
+    assert found == [kept, {1: "memory", 3: "memory"}, {1: "memory", 3: "disk"}]
     assert kept == {1: "memory", 2: "memory", 3: "memory"}

@@ -306,11 +306,10 @@ class Planner:
         """Return the plan of an earlier plan key; where it no longer fits, another one, and a notice that says so."""
         if key["whole"]:
             return self._whole_again(problem, key)
-        machine = dataclasses.replace(problem.machine, threads=key["workers"])
         tiles = tuple((height, width) for height, width in key["tiles"])
         try:
             plan = make_plan(
-                dataclasses.replace(problem, machine=machine),
+                dataclasses.replace(problem, workers=key["workers"]),
                 memory_format=key["memory_format"],
                 tiles=tiles,
                 kept=dict(key["kept"]),

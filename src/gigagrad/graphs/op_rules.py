@@ -179,6 +179,11 @@ class OpRule(ABC):
             return {call.node.id}
         return {field.id for field in call.fields} if self.saved is Saved.INPUTS else set()
 
+    @property
+    def takes_workspace(self) -> bool:
+        """Say whether it ever allocates anything beside its output."""
+        return type(self).workspace_bytes is not OpRule.workspace_bytes
+
     def workspace_bytes(self, call: Call, out_pixels: int, operands: tuple[tuple[Span, Span] | None, ...]) -> int:
         """Count the bytes that the operator allocates beside its output of so many pixels, in either direction."""
         return 0
@@ -229,6 +234,10 @@ class Pointwise(OpRule):
 
     def needs(self, call: Call, axis: int, out: Span) -> tuple[Span | None, ...]:
         return per_operand(call, lambda _: out)
+
+    @property
+    def takes_workspace(self) -> bool:
+        return self.temporaries > 0 or type(self).workspace_bytes is not Pointwise.workspace_bytes
 
     def workspace_bytes(self, call: Call, out_pixels: int, operands: tuple[tuple[Span, Span] | None, ...]) -> int:
         return self.temporaries * call.node.bytes_per_pixel * out_pixels

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -13,7 +13,7 @@ from gigagrad.plans.cost import Costs
 from gigagrad.plans.cuts import Cuts
 from gigagrad.plans.emit import shared_by
 from gigagrad.plans.estimate import ABOUT_AS_FAST, fixed_amounts
-from gigagrad.plans.evictions import Eviction, evictions, placed
+from gigagrad.plans.evictions import evictions, placed
 from gigagrad.plans.fit import Fitter, Kept
 from gigagrad.plans.plan import COTANGENTS, FIELDS, Amount, Plan, RankPlan, total
 from gigagrad.plans.problem import Problem
@@ -28,6 +28,8 @@ _ABOUT_AS_LEAN = 1.1
 
 _FIRST_LOOK = 24
 """Candidates of one kind that are tried before the search narrows."""
+_SLOWER_IN_A_ROW = 4
+"""So many that fit and are slower than the best one end the search among further ones."""
 
 
 _SOON = 1.0
@@ -201,7 +203,7 @@ class _Chooser:
             unbounded = self._fitter.unbounded().fit(in_memory(selections[0]))
             if without.modelled_seconds < _GOOD_ENOUGH * unbounded.modelled_seconds:
                 return without
-        fewer = self._fastest(len(selections) - 1, lambda count: in_memory(selections[count]))
+        fewer = self._fastest([*map(in_memory, selections[1:])])
         found = min(filter(None, (at_once, without, fewer)), key=_seconds, default=None)
         if found is None:
             self._refuse(in_memory(selections[-1]), 0)
@@ -270,36 +272,40 @@ class _Chooser:
         if any(self._problem.rooms.values()):
             moved = dict.fromkeys(wanted - gathered(self._graph), [*self._problem.rooms][-1])
             tried = [
-                (in_memory, order(dropping=True, moving=True)),
-                (in_memory, order(dropping=False, moving=True)),
-                ({**in_memory, **moved}, order(dropping=True, moving=False)),
+                placed(in_memory, order(dropping=True, moving=True))[1:],
+                placed(in_memory, order(dropping=False, moving=True))[1:],
+                placed({**in_memory, **moved}, order(dropping=True, moving=False)),
             ]
         else:
-            tried = [(in_memory, order(dropping=True, moving=False))]
-        found = [self._fastest(len(gone), partial(_evicted, kept, gone)) for kept, gone in tried]
-        return min(filter(None, found), key=_seconds, default=None)
+            tried = [placed(in_memory, order(dropping=True, moving=False))[1:]]
+        return min(filter(None, map(self._fastest, tried)), key=_seconds, default=None)
 
-    def _fastest(self, most: int, keeping: Callable[[int], Kept]) -> Plan | None:
-        """Find the fastest candidate that gives up 1 to `most` steps of something.
+    def _fastest(self, candidates: Sequence[Kept]) -> Plan | None:
+        """Find the fastest candidate, of which each gives up more than the one before.
 
         Giving up more leaves room for larger tiles, and neither its memory nor its time grows steadily (halos do), so
-        that no bisection finds it: all are tried, of many first some at equal distances, then those near the best.
+        that no bisection finds it: all are tried until several in a row are slower, of many first some at equal
+        distances, then those near the best.
         """
         tried: dict[int, Plan | None] = {}
-
-        def best() -> int | None:
-            fitting = [(plan.modelled_seconds, count) for count, plan in tried.items() if plan is not None]
-            return min(fitting)[1] if fitting else None
-
-        step = max(1, -(-most // _FIRST_LOOK))
-        asked = [*range(most, 0, -step)]
+        best: tuple[float, int] | None = None
+        step = max(1, -(-len(candidates) // _FIRST_LOOK))
+        asked = [*range(len(candidates) - 1, -1, -step)][::-1]
         while True:
-            tried |= {count: self._attempt(keeping(count)) for count in asked if count not in tried}
-            centre = best()
-            if centre is None or step == 1:
-                return None if centre is None else tried[centre]
+            slower = 0
+            for count in (count for count in asked if count not in tried):
+                plan = tried[count] = self._attempt(candidates[count])
+                if plan is None:
+                    continue
+                slower += 1
+                if best is None or (plan.modelled_seconds, count) < best:
+                    best, slower = (plan.modelled_seconds, count), 0
+                if slower == _SLOWER_IN_A_ROW:
+                    break
+            if best is None or step == 1:
+                return None if best is None else tried[best[1]]
             step = -(-step // 2)
-            asked = [count for count in (centre - step, centre + step) if 0 < count <= most]
+            asked = [count for count in (best[1] - step, best[1] + step) if 0 <= count < len(candidates)]
 
 
 def _predicted_seconds(plan: Plan) -> float:
@@ -308,7 +314,3 @@ def _predicted_seconds(plan: Plan) -> float:
 
 def _seconds(plan: Plan) -> float:
     return plan.modelled_seconds
-
-
-def _evicted(kept: Kept, order: list[Eviction], count: int) -> Kept:
-    return placed(kept, order[:count])

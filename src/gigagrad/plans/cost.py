@@ -17,6 +17,7 @@ from gigagrad.plans.geometry import Grid, TileGeometry, lattice, reference, reme
 from gigagrad.plans.memory import (
     compiled_convolutions,
     crop_bytes,
+    crop_sizes,
     largest_block_bytes,
     tile_peak_bytes,
     worst_tile,
@@ -195,7 +196,7 @@ class Costs:
         field to their sums; where weights are large, that is most of what a small tile takes.
         """
         graph, machine = self.graph, self._machine
-        size = {i: crop_bytes(graph, tile, i) for i in (*segment.reads, *segment.fields)}
+        size = crop_sizes(graph, segment, tile)
         moved = sum(size[i] for i in (*segment.reads, *segment.kept))
         forward = backward = moved / machine.memory_bytes_per_second
         not_again = {i for i in segment.kept if lookup(graph[i].op).backward_without_output}

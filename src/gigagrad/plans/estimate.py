@@ -132,11 +132,18 @@ class SegmentTiles:
     """While tiles are chosen, time is that of so many; their crops are counted once it is known how many there are."""
     readers: int = 1
     """Number of threads that read ahead of its tiles."""
+    shapes: Sequence[tuple[int, int]] = ()
+    """All shapes worth costing, the smallest first."""
     costs: list[TileCost] = field(default_factory=list)
     exact: set[tuple[int, int]] = field(default_factory=set)
     """The shapes that were costed exactly."""
     _counted: dict[TileCost, tuple[Amount, ...]] = field(default_factory=dict)
     _known: dict[TileCost, TileChoice] = field(default_factory=dict)
+
+    def neighbours(self, shape: tuple[int, int]) -> list[tuple[int, int]]:
+        """Return the next smaller and the next larger shape, where they were not costed."""
+        place, costed = self.shapes.index(shape), {cost.tile for cost in self.costs}
+        return [each for each in self.shapes[max(0, place - 1) : place + 2] if each not in costed]
 
     def learn(self, exact: TileCost) -> None:
         """Replace what a tile in the middle told of a shape by its exact cost."""

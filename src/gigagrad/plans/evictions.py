@@ -52,15 +52,13 @@ def evictions(problem: Problem, costs: Costs, kept: frozenset[int], *, dropping:
     return order
 
 
-def placed(kept: Mapping[int, str], gone: Iterable[Eviction]) -> dict[int, str]:
-    """Return the fields kept and the tier of each after some have left the memory."""
-    left = dict(kept)
+def placed(kept: Mapping[int, str], gone: Iterable[Eviction]) -> list[dict[int, str]]:
+    """Return the fields kept and the tier of each, before any has left the memory and after each of those gone."""
+    found = [dict(kept)]
     for field, tier in gone:
-        if tier is None:
-            del left[field]
-        else:
-            left[field] = tier
-    return left
+        left = {i: where for i, where in found[-1].items() if i != field}
+        found.append(left if tier is None else {**left, field: tier})
+    return found
 
 
 class _Passes:

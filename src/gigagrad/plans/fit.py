@@ -19,8 +19,10 @@ from gigagrad.plans.program import Tiles
 from gigagrad.plans.segments import Segment, make_passes, split_segments
 from gigagrad.stores import Tier
 
-_TOO_LARGE_IN_A_ROW = 3
+_TOO_LARGE_IN_A_ROW = 2
 """Tile shapes in a row that do not fit, after smaller ones that do, until no larger one is looked at."""
+_FIRST_LOOK = 2
+"""Of so many tile shapes in a row one is looked at first; its neighbours are where it would be taken."""
 
 _ROUNDS = 12
 """So often shapes that were chosen by a tile in the middle are costed exactly; then one of those that were must do."""
@@ -90,7 +92,8 @@ class Fitter:
                 raise problem.tier_refusal(tier, tier_bytes, needed_bytes)
         plans = []
         refusal: BudgetError | None = None
-        for workers in dict.fromkeys((problem.machine.threads, 1)):
+        asked = problem.workers
+        for workers in dict.fromkeys((problem.machine.threads, 1) if asked is None else (asked,)):
             try:
                 plans.append(self._fit(kept, workers, closely=closely))
             except BudgetError as error:
@@ -168,13 +171,15 @@ class Fitter:
                 return chosen, compiled
             for shapes, cost in rough:
                 shapes.learn(self._costs.of(shapes.segment, cost.tile, backward=shapes.backward))
+                for shape in shapes.neighbours(cost.tile):
+                    shapes.costs.append(self._costs.of(shapes.segment, shape, backward=shapes.backward, roughly=True))
         for shapes in all_shapes:
             shapes.forget_rough()
         return self._choose(all_shapes)
 
     def _look_through(self, tiles: SegmentTiles, *, closely: bool) -> None:
-        """Cost tile shapes that may serve a segment, as far as one in the middle tells, or exactly: from the smallest
-        on, as far as a few behind those that fit.
+        """Cost tile shapes that may serve a segment, some as far as one in the middle tells, or all exactly: from the
+        smallest on, as far as a few behind those that fit.
         """
         forced, segment = self._tiles, tiles.segment
         shapes = (
@@ -182,8 +187,9 @@ class Fitter:
             if forced
             else tile_shapes(self._problem.graph, segment, self._problem.ranks)
         )
+        tiles.shapes = shapes
         fit: list[bool] = []
-        for shape in shapes:
+        for shape in shapes if closely else shapes[::_FIRST_LOOK]:
             cost = self._costs.of(segment, shape, backward=tiles.backward, roughly=not closely)
             tiles.costs.append(cost)
             if closely:

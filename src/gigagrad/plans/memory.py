@@ -23,11 +23,20 @@ def crop_bytes(graph: Graph, tile: TileGeometry, node_id: int) -> int:
     return tile.pixels(node_id) * graph[node_id].bytes_per_pixel
 
 
+def crop_sizes(graph: Graph, segment: Segment, tile: TileGeometry) -> dict[int, int]:
+    """Return the bytes of a tile's crops of all fields that a segment reads or computes."""
+    ys, xs = tile.y.spans, tile.x.spans
+    return {
+        i: ys[i].length * xs[i].length * graph.nodes[i].bytes_per_pixel if i in ys and i in xs else 0
+        for i in (*segment.reads, *segment.fields)
+    }
+
+
 def tile_peak_bytes(graph: Graph, segment: Segment, tile: TileGeometry, *, backward: bool, rounds: bool = False) -> int:
     """Predict the peak bytes of all crops, saved tensors, cotangents and workspaces of one tile; `rounds`: kept fields
     are rounded on the way to their stores.
     """
-    size = {i: crop_bytes(graph, tile, i) for i in (*segment.reads, *segment.fields)}
+    size = crop_sizes(graph, segment, tile)
     run = [i for i in segment.fields if size[i]]
     pending = _reader_counts(graph, run)
     released = _released(graph, run) if backward else {}
@@ -192,7 +201,7 @@ def worst_tile(grid: Grid) -> TileGeometry:
 
 def largest_block_bytes(graph: Graph, segment: Segment, tile: TileGeometry) -> int:
     """Return the bytes of a tile's largest crop, or of a larger global: tiles make copies and gradients of both."""
-    crops = [crop_bytes(graph, tile, i) for i in (*segment.reads, *segment.fields)]
+    crops = crop_sizes(graph, segment, tile).values()
     return max([*crops, *(graph[i].nbytes for i in segment.globals)], default=0)
 
 
@@ -258,6 +267,8 @@ def _released(graph: Graph, run: list[int]) -> dict[int, list[int]]:
 
 def workspace_bytes(graph: Graph, tile: TileGeometry, node_id: int) -> int:
     """Return the bytes that an operator takes for itself on a tile while it runs, forward or backward."""
-    node = graph[node_id]
+    node, rule = graph[node_id], lookup(graph[node_id].op)
+    if not rule.takes_workspace:
+        return 0
     out, operands = tile.site(node_id)
-    return lookup(node.op).workspace_bytes(Call(node, graph.operands(node)), out[0].length * out[1].length, operands)
+    return rule.workspace_bytes(Call(node, graph.operands(node)), out[0].length * out[1].length, operands)

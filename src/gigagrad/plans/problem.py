@@ -90,6 +90,8 @@ class Problem:
     """The way in which kept fields are stored in fewer bits. Cotangents never are."""
     whole: WholeCost | None = None
     """The cost of the whole image in plain autograd; None where the image is to be computed in tiles."""
+    workers: int | None = None
+    """Tiles computed side by side; None where as many as there are threads, or one at a time, may be faster."""
     free_bytes: int | None = None
     """Bytes beside these that the device may give now, for a plan without a budget; None where that is not known."""
     reading: Reading = field(default_factory=Reading)
