@@ -137,7 +137,7 @@ class Blocks(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.stem, self.head = nn.Conv2d(3, 64, 3, padding=1), nn.Conv2d(64, 1, 3, padding=1)
-        convs = [nn.Sequential(nn.Conv2d(64, 64, 3, padding=1), nn.BatchNorm2d(64), nn.ReLU()) for _ in range(8)]
+        convs = [nn.Sequential(nn.Conv2d(64, 64, 3, padding=1), nn.BatchNorm2d(64), nn.ReLU()) for _ in range(16)]
         self.body = nn.Sequential(*convs)
 
     def forward(self, x):
@@ -151,7 +151,7 @@ def test_a_plan_chooses_it_where_it_is_faster_and_fits():
     tiled = make_plan(dataclasses.replace(problem_of(graph, None), whole=None))
     whole = make_plan(problem_of(graph, None))
     assert (tiled.whole, whole.whole) == (None, "forward and backward")
-    between = (tiled.predicted_peak_bytes + whole.predicted_peak_bytes) // 2
+    between = (3 * tiled.predicted_peak_bytes + whole.predicted_peak_bytes) // 4
     found = make_plan(problem_of(graph, between))
     assert found.whole is None
     assert found.whole_pixels == 256 * 256

@@ -200,7 +200,7 @@ class _Chooser:
             return self._better([wanted, at_once or wanted])
         without = self._without(selections[0])
         if without is not None:
-            unbounded = self._fitter.unbounded().fit(in_memory(selections[0]))
+            unbounded = self._fitter.unbounded().fit(in_memory(selections[0]), roughly=True)
             if without.modelled_seconds < _GOOD_ENOUGH * unbounded.modelled_seconds:
                 return without
         fewer = self._fastest([*map(in_memory, selections[1:])])
@@ -250,14 +250,14 @@ class _Chooser:
         except BudgetError:
             return self._fitter.fit(kept, closely=True)
 
-    def _attempt(self, kept: Kept) -> Plan | None:
+    def _attempt(self, kept: Kept, *, roughly: bool = False) -> Plan | None:
         budget, has_room = self._problem.budget_bytes, self._fitter.has_room(kept)
         # Where another tier has too little room, the refusal will say what memory would do instead.
         least = self._fitter.least_bytes(kept if has_room else self._fitter.in_memory(kept))
         candidate = None
         if has_room and (budget is None or least <= budget):
             with suppress(BudgetError):
-                candidate = self._fitter.fit(kept)
+                candidate = self._fitter.fit(kept, roughly=roughly)
         if candidate is None:
             self._refuse(kept, least)
         self._tried(None if candidate is None else candidate.modelled_seconds)
@@ -284,28 +284,27 @@ class _Chooser:
         """Find the fastest candidate, of which each gives up more than the one before.
 
         Giving up more leaves room for larger tiles, and neither its memory nor its time grows steadily (halos do), so
-        that no bisection finds it: all are tried until several in a row are slower, of many first some at equal
+        that no bisection finds it: all are tried roughly until several in a row are slower, of many first some at equal
         distances, then those near the best.
         """
         tried: dict[int, Plan | None] = {}
-        best: tuple[float, int] | None = None
+        found: list[tuple[float, int]] = []
         step = max(1, -(-len(candidates) // _FIRST_LOOK))
         asked = [*range(len(candidates) - 1, -1, -step)][::-1]
         while True:
             slower = 0
             for count in (count for count in asked if count not in tried):
-                plan = tried[count] = self._attempt(candidates[count])
-                if plan is None:
-                    continue
-                slower += 1
-                if best is None or (plan.modelled_seconds, count) < best:
-                    best, slower = (plan.modelled_seconds, count), 0
+                plan = tried[count] = self._attempt(candidates[count], roughly=True)
+                if plan is not None:
+                    found.append((plan.modelled_seconds, count))
+                    slower = 0 if found[-1] == min(found) else slower + 1
                 if slower == _SLOWER_IN_A_ROW:
                     break
-            if best is None or step == 1:
-                return None if best is None else tried[best[1]]
+            if step == 1 or not found:
+                break
             step = -(-step // 2)
-            asked = [count for count in (best[1] - step, best[1] + step) if 0 <= count < len(candidates)]
+            asked = [count for count in (min(found)[1] - step, min(found)[1] + step) if 0 <= count < len(candidates)]
+        return next(filter(None, (self._attempt(candidates[count]) for _, count in sorted(found))), None)
 
 
 def _predicted_seconds(plan: Plan) -> float:

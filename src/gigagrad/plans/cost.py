@@ -12,13 +12,11 @@ from dataclasses import dataclass
 
 from gigagrad.allowances import MAPPED_BYTES
 from gigagrad.devices import Machine
-from gigagrad.graphs import GATHER, Call, Graph, Node, lookup
-from gigagrad.plans.geometry import Grid, TileGeometry, lattice, reference, remembered_steps, runs_by_rows
+from gigagrad.graphs import GATHER, MOMENTS, Call, Graph, Node, lookup
+from gigagrad.plans.geometry import Grid, lattice, reference, remembered_steps, runs_by_rows
 from gigagrad.plans.memory import (
     compiled_convolutions,
-    crop_bytes,
     crop_sizes,
-    largest_block_bytes,
     tile_peak_bytes,
     worst_tile,
 )
@@ -30,6 +28,10 @@ _REORDERED = 3
 """Times that weights are moved which the library reorders for itself: read, written and read again."""
 _BYTES_OF_A_SUM = 6
 """Bytes that adding up moves, per byte of a gradient in float32: it is written and read, its sum in float64 is both."""
+_READS_OF_MOMENTS = 3
+"""Times that a mean and a variance move their field, forward as well as backward."""
+_CALLS_OF_A_PASS = 25
+"""What a pass takes beside its tiles, in calls of operators: 1.5 ms (`bench/beside_plain.py --tiles`)."""
 _SMALLEST_SIDE_PX = 16
 _LARGEST_SIDE_PX = 4096
 _USUAL_SIDE_PX = 128
@@ -126,8 +128,9 @@ class Costs:
         grid = Grid(graph, segment, (sides[0], sides[1]), self._steps)
         tile, largest = grid.middle, graph[grid.reference]
         tiles = largest.size(0) * largest.size(1) / tile.wanted(grid.reference).area
-        forward, backward = self._tile_seconds(segment, tile)
-        return forward * tiles, backward * tiles
+        forward, backward = self._tile_seconds(segment, crop_sizes(graph, segment, tile))
+        beside = _CALLS_OF_A_PASS * self._machine.seconds_per_operator
+        return forward * tiles + beside, backward * tiles + beside
 
     def whole_seconds(self, *, backward: bool, on_host: bool = True) -> float:
         """Predict the seconds of whole-field operators, which no choice of tiles changes; `on_host` what they make is
@@ -160,17 +163,20 @@ class Costs:
         graph = self.graph
         grid = Grid(graph, segment, shape, self._steps)
         tile = grid.middle if roughly else worst_tile(grid)
+        size = crop_sizes(graph, segment, tile)
         boxes = [box for i in segment.reads if (box := tile.box(i)) is not None]
         crop = max((box.shape for box in boxes), key=lambda s: s[0] * s[1], default=(0, 0))
         height, width = (graph[grid.reference].size(axis) for axis in (0, 1))
         useful = min(shape[0], height) * min(shape[1], width)
         scale = _largest_read_px(graph, segment) / (height * width)
-        read = sum(crop_bytes(graph, tile, i) for i in segment.reads)
+        read = sum(size[i] for i in segment.reads)
         # They come along with their cotangents.
-        kept_shares = sum(crop_bytes(graph, tile, i) for i in segment.kept) if backward else 0
+        kept_shares = sum(size[i] for i in segment.kept) if backward else 0
         tiles = height * width / useful
-        forward, backward_too = (seconds * tiles for seconds in self._tile_seconds(segment, tile))
-        calls, differentiable = len(segment.fields) * tiles, sum(graph[i].differentiable for i in segment.fields)
+        beside = _CALLS_OF_A_PASS * self._machine.seconds_per_operator
+        forward, backward_too = (seconds * tiles + beside for seconds in self._tile_seconds(segment, size))
+        calls = len(segment.fields) * tiles + _CALLS_OF_A_PASS
+        differentiable = sum(graph[i].differentiable for i in segment.fields)
         own = {i: tile.wanted(i).shape for i in segment.kept}
         crops = {i: box.shape for i in segment.reads if (box := tile.box(i)) is not None} | own
         return TileCost(
@@ -178,7 +184,7 @@ class Costs:
             tiles=grid.shape,
             crop=crop,
             computed_ratio=crop[0] * crop[1] / (useful * scale),
-            tile_peak_bytes=tile_peak_bytes(graph, segment, tile, backward=backward, rounds=self._rounds),
+            tile_peak_bytes=tile_peak_bytes(graph, segment, tile, backward=backward, rounds=self._rounds, size=size),
             forward_seconds=forward,
             backward_seconds=backward_too if backward else forward,
             forward_calls=calls,
@@ -186,17 +192,17 @@ class Costs:
             crop_bytes=read + 2 * kept_shares,
             own_crop_bytes=kept_shares,
             compiled=0 if roughly else compiled_convolutions(grid, backward=backward),
-            largest_block_bytes=largest_block_bytes(graph, segment, tile),
+            largest_block_bytes=max([*size.values(), *(graph[i].nbytes for i in segment.globals)], default=0),
             crops=crops,
         )
 
-    def _tile_seconds(self, segment: Segment, tile: TileGeometry) -> tuple[float, float]:
-        """Predict one tile's forward pass and its backward pass. That computes again all but the kept fields whose
-        operators need no output for their gradient, costs about two forwards more, and adds the gradients of what is no
-        field to their sums; where weights are large, that is most of what a small tile takes.
+    def _tile_seconds(self, segment: Segment, size: dict[int, int]) -> tuple[float, float]:
+        """Predict one tile's forward pass and its backward pass, by the bytes of its crops. Backward computes again all
+        but the kept fields whose operators need no output for their gradient, costs about two forwards more, and adds
+        the gradients of what is no field to their sums; where weights are large, that is most of what a small tile
+        takes.
         """
         graph, machine = self.graph, self._machine
-        size = crop_sizes(graph, segment, tile)
         moved = sum(size[i] for i in (*segment.reads, *segment.kept))
         forward = backward = moved / machine.memory_bytes_per_second
         not_again = {i for i in segment.kept if lookup(graph[i].op).backward_without_output}
@@ -207,6 +213,11 @@ class Costs:
             once += self._given_bytes(node) / machine.memory_bytes_per_second
             forward += once
             backward += once * ((i not in not_again) + _GRADIENT * node.differentiable)
+        for i in segment.reductions:
+            node, read = graph[i], size[graph[i].operands[0]]
+            once = machine.operator_seconds(read * (_READS_OF_MOMENTS if node.op == MOMENTS else 1), 0.0)
+            forward += once
+            backward += once * node.differentiable
         added = sum(graph[i].nbytes for i in segment.globals if graph[i].differentiable)
         return forward, backward + _BYTES_OF_A_SUM * added / machine.memory_bytes_per_second
 

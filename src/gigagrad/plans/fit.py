@@ -79,8 +79,9 @@ class Fitter:
             self._orders[kept] = segments, passes
         return self._orders[kept]
 
-    def fit(self, kept: Kept, *, closely: bool = False) -> Plan:
-        """Return the fastest plan that keeps these fields in these tiers, of promising tiles; `closely`: of all.
+    def fit(self, kept: Kept, *, closely: bool = False, roughly: bool = False) -> Plan:
+        """Return the fastest plan that keeps these fields in these tiers, of promising tiles; `closely`: of all;
+        `roughly`: as far as tiles in the middle tell, so that it may not fit after all.
 
         Raises `BudgetError` if there is none; only a close look finds the least budget that works. Where another tier
         has too little room, it names the memory that would do instead.
@@ -95,7 +96,7 @@ class Fitter:
         asked = problem.workers
         for workers in dict.fromkeys((problem.machine.threads, 1) if asked is None else (asked,)):
             try:
-                plans.append(self._fit(kept, workers, closely=closely))
+                plans.append(self._fit(kept, workers, closely=closely, roughly=roughly))
             except BudgetError as error:
                 refusal = error  # of the last, which is the leanest
         if not plans:
@@ -103,7 +104,7 @@ class Fitter:
             raise refusal
         return min(plans, key=lambda plan: plan.modelled_seconds)
 
-    def _fit(self, kept: Kept, workers: int, *, closely: bool) -> Plan:
+    def _fit(self, kept: Kept, workers: int, *, closely: bool, roughly: bool) -> Plan:
         """Find for each segment the fastest tile that fits beside the others' needs. Raises `BudgetError` if one has
         none.
         """
@@ -120,7 +121,7 @@ class Fitter:
             )
             self._look_through(shapes, closely=closely or self._tiles is not None)
             all_shapes.append(shapes)
-        chosen, compiled = self._settle(all_shapes)
+        chosen, compiled = self._choose(all_shapes) if roughly else self._settle(all_shapes)
         fixed = (*self._fixed, Amount(estimate.COMPILED, compiled))
         readers = self._set_readers(all_shapes, chosen, total(fixed))
         described = tuple(shapes.describe(cost) for shapes, cost in zip(all_shapes, chosen, strict=True))

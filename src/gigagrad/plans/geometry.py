@@ -53,11 +53,6 @@ class TileGeometry:
     y: AxisGeometry
     x: AxisGeometry
 
-    def pixels(self, node_id: int) -> int:
-        """Count the pixels of the box of a field."""
-        y, x = self.y.spans.get(node_id), self.x.spans.get(node_id)
-        return 0 if y is None or x is None else y.length * x.length
-
     def box(self, node_id: int) -> Box | None:
         """Return the box of a field that this tile computes or reads; None if it needs nothing of it."""
         y, x = self.y.spans.get(node_id), self.x.spans.get(node_id)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from functools import partial
 from math import prod
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -17,10 +18,6 @@ from gigagrad.graphs import GATHER, MOMENTS, SCATTER, Call, Graph, Layout, Node,
 from gigagrad.graphs.op_rules import Saved, registered
 from gigagrad.plans.geometry import AxisGeometry, Grid, TileGeometry
 from gigagrad.plans.segments import Segment, summed_globals
-
-
-def crop_bytes(graph: Graph, tile: TileGeometry, node_id: int) -> int:
-    return tile.pixels(node_id) * graph[node_id].bytes_per_pixel
 
 
 def crop_sizes(graph: Graph, segment: Segment, tile: TileGeometry) -> dict[int, int]:
@@ -32,11 +29,19 @@ def crop_sizes(graph: Graph, segment: Segment, tile: TileGeometry) -> dict[int, 
     }
 
 
-def tile_peak_bytes(graph: Graph, segment: Segment, tile: TileGeometry, *, backward: bool, rounds: bool = False) -> int:
+def tile_peak_bytes(
+    graph: Graph,
+    segment: Segment,
+    tile: TileGeometry,
+    *,
+    backward: bool,
+    rounds: bool = False,
+    size: dict[int, int] | None = None,
+) -> int:
     """Predict the peak bytes of all crops, saved tensors, cotangents and workspaces of one tile; `rounds`: kept fields
-    are rounded on the way to their stores.
+    are rounded on the way to their stores. `size`: its `crop_sizes`, where they are known.
     """
-    size = crop_sizes(graph, segment, tile)
+    size = crop_sizes(graph, segment, tile) if size is None else size
     run = [i for i in segment.fields if size[i]]
     pending = _reader_counts(graph, run)
     released = _released(graph, run) if backward else {}
@@ -199,12 +204,6 @@ def worst_tile(grid: Grid) -> TileGeometry:
     return grid[row * grid.shape[1] + column]
 
 
-def largest_block_bytes(graph: Graph, segment: Segment, tile: TileGeometry) -> int:
-    """Return the bytes of a tile's largest crop, or of a larger global: tiles make copies and gradients of both."""
-    crops = crop_sizes(graph, segment, tile).values()
-    return max([*crops, *(graph[i].nbytes for i in segment.globals)], default=0)
-
-
 def compiled_convolutions(grid: Grid, *, backward: bool) -> int:
     """Count the kernels that oneDNN's cache comes to hold of a segment: one for every convolution, forward and twice
     backward, in every shape that tiles ask of it.
@@ -250,10 +249,15 @@ def _reader_counts(graph: Graph, run: list[int]) -> dict[int, int]:
     return counts
 
 
+_SAVED: WeakKeyDictionary[Graph, dict[int, set[int]]] = WeakKeyDictionary()
+
+
 def _savers(graph: Graph, node_id: int) -> set[int]:
-    """Return the crops that autograd keeps for the backward of one operator."""
-    node = graph[node_id]
-    return lookup(node.op).saves(Call(node, graph.operands(node))) if node.differentiable else set()
+    """Return the crops that autograd keeps for the backward of one operator: asked for every tile shape."""
+    known, node = _SAVED.setdefault(graph, {}), graph[node_id]
+    if node_id not in known:
+        known[node_id] = lookup(node.op).saves(Call(node, graph.operands(node))) if node.differentiable else set()
+    return known[node_id]
 
 
 def _released(graph: Graph, run: list[int]) -> dict[int, list[int]]:
