@@ -60,9 +60,8 @@ def test_calls_are_counted_in_every_tile_of_a_sweep(graph_of):
     cost = Costs(graph, Machine()).of(segment, (16, 32), backward=True)
     pulled = sum(graph[i].differentiable for i in segment.fields)
     assert pulled > 0
-    beside = cost.forward_calls - 8 * len(segment.fields)
-    assert 0 < beside < 100
-    assert cost.backward_calls == 8 * (len(segment.fields) + 2 * pulled) + beside
+    assert cost.forward_calls == 8 * len(segment.fields)
+    assert cost.backward_calls == 8 * (len(segment.fields) + 2 * pulled)
     assert Costs(graph, Machine()).of(segment, (16, 32), backward=False).backward_calls == cost.forward_calls
 
 

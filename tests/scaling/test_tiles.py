@@ -142,7 +142,8 @@ def test_no_more_ranks_than_parts_have_something_to_do(ladder):
 def test_tiles_that_leave_threads_idle_count_as_if_they_did_not(ladder):
     """18 tiles, 4 at a time, are 5 rounds; 9 of them are 3, not 2.5."""
     plan = dataclasses.replace(ladder.plan((16, 32)), workers=4)
-    alone, two = (tile_step(ladder.problem, plan, count, FREE).seconds for count in (1, 2))
+    passes = [1.0, *[0.0] * (len(plan.passes) - 1)]
+    alone, two = (tile_step(ladder.problem, plan, count, FREE, passes).seconds for count in (1, 2))
     assert two == pytest.approx(alone * 3 / 5, rel=0.05)
 
 

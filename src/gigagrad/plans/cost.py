@@ -31,7 +31,7 @@ _BYTES_OF_A_SUM = 6
 _READS_OF_MOMENTS = 3
 """Times that a mean and a variance move their field, forward as well as backward."""
 _CALLS_OF_A_PASS = 25
-"""What a pass takes beside its tiles, in calls of operators: 1.5 ms (`bench/beside_plain.py --tiles`)."""
+"""Calls of operators that take as long as what a pass takes beside its tiles, 1.5 ms (`bench/beside_plain.py`)."""
 _SMALLEST_SIDE_PX = 16
 _LARGEST_SIDE_PX = 4096
 _USUAL_SIDE_PX = 128
@@ -129,7 +129,7 @@ class Costs:
         tile, largest = grid.middle, graph[grid.reference]
         tiles = largest.size(0) * largest.size(1) / tile.wanted(grid.reference).area
         forward, backward = self._tile_seconds(segment, crop_sizes(graph, segment, tile))
-        beside = _CALLS_OF_A_PASS * self._machine.seconds_per_operator
+        beside = seconds_beside_tiles(self._machine)
         return forward * tiles + beside, backward * tiles + beside
 
     def whole_seconds(self, *, backward: bool, on_host: bool = True) -> float:
@@ -173,9 +173,8 @@ class Costs:
         # They come along with their cotangents.
         kept_shares = sum(size[i] for i in segment.kept) if backward else 0
         tiles = height * width / useful
-        beside = _CALLS_OF_A_PASS * self._machine.seconds_per_operator
-        forward, backward_too = (seconds * tiles + beside for seconds in self._tile_seconds(segment, size))
-        calls = len(segment.fields) * tiles + _CALLS_OF_A_PASS
+        forward, backward_too = (seconds * tiles for seconds in self._tile_seconds(segment, size))
+        calls = len(segment.fields) * tiles
         differentiable = sum(graph[i].differentiable for i in segment.fields)
         own = {i: tile.wanted(i).shape for i in segment.kept}
         crops = {i: box.shape for i in segment.reads if (box := tile.box(i)) is not None} | own
@@ -220,6 +219,11 @@ class Costs:
             backward += once * node.differentiable
         added = sum(graph[i].nbytes for i in segment.globals if graph[i].differentiable)
         return forward, backward + _BYTES_OF_A_SUM * added / machine.memory_bytes_per_second
+
+
+def seconds_beside_tiles(machine: Machine) -> float:
+    """Predict what any pass takes beside its tiles, whoever computes these."""
+    return _CALLS_OF_A_PASS * machine.seconds_per_operator
 
 
 def _key(segment: Segment) -> tuple[object, ...]:

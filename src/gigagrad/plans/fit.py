@@ -22,7 +22,7 @@ from gigagrad.stores import Tier
 _TOO_LARGE_IN_A_ROW = 2
 """Tile shapes in a row that do not fit, after smaller ones that do, until no larger one is looked at."""
 _FIRST_LOOK = 2
-"""Of so many tile shapes in a row one is looked at first; its neighbours are where it would be taken."""
+"""Every such tile shape is looked at first; its neighbours are where it would be taken."""
 
 _ROUNDS = 12
 """So often shapes that were chosen by a tile in the middle are costed exactly; then one of those that were must do."""
