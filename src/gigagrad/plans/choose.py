@@ -40,6 +40,12 @@ _MOST_WHOLE = 0.8
 _TRIED_WHOLE = 2
 """So many sizes of fields to be computed whole are planned for, from the largest that fit on."""
 
+_LONG, _FEW_SEGMENTS = 10.0, 64
+"""Seconds of a step from which on single fields of the plan are looked at again, and the most segments with which."""
+_BETTER, _MOST_IN_VAIN = 0.995, 36_000
+"""Part of the time that makes it worth another choice, and the operators of plans in a row that gained nothing after
+which no more are made."""
+
 _SHARINGS, _LEEWAY = 6, 1.05
 """Plans made at most for several ranks, and how much more than the last one they may hold and send: both are known of a
 plan only."""
@@ -208,7 +214,28 @@ class _Chooser:
         if found is None:
             self._refuse(in_memory(selections[-1]), 0)
             return self._closely()
-        return found
+        return self._polished(found, selections[0])
+
+    def _polished(self, plan: Plan, wanted: frozenset[int]) -> Plan:
+        """Look once at every single field, the largest first, where a step takes long: one in another tier may better
+        be computed again by now, one that is computed again may fit in memory.
+        """
+        if plan.modelled_seconds < _LONG or len(plan.segments) > _FEW_SEGMENTS:
+            return plan
+        memory, in_vain = self._problem.memory.name, 0
+        for field in sorted(wanted - gathered(self._graph), key=lambda i: -self._graph[i].nbytes):
+            kept = {each.node: each.tier for each in plan.kept}
+            tier = kept.pop(field, None)
+            if tier == memory:
+                continue
+            if in_vain * len(self._graph.nodes) > _MOST_IN_VAIN:
+                break
+            in_vain += 1
+            changed = kept if tier is not None else {**kept, field: memory}
+            other = self._attempt(changed)
+            if other is not None and other.modelled_seconds < _BETTER * plan.modelled_seconds:
+                plan, in_vain = other, 0
+        return plan
 
     def _closely(self) -> Plan:
         """Try what was refused once more, with all shapes of tiles. Raises the `BudgetError` that asks for least: what
