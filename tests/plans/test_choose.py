@@ -14,7 +14,7 @@ from gigagrad.plans import Grid, estimate, make_plan, split_segments
 from gigagrad.plans.geometry import lattice
 from gigagrad.plans.plan import amount_of
 from tests.plans.networks import graph_of as colour_graph_of
-from tests.plans.networks import plan_of, problem_of
+from tests.plans.networks import kept_at_best, plan_of, problem_of, residual
 
 
 def refusal(plan_for, graph, budget):
@@ -155,6 +155,23 @@ def test_without_a_budget_tiles_are_no_larger_than_speed_asks_for():
     assert chosen.predicted_peak_bytes < largest.predicted_peak_bytes / 3
     forced = [plan_of(graph, kept=(), tiles=((side, side),)).predicted_seconds for side in (256, 512, 1024, 2048, 8192)]
     assert chosen.predicted_seconds <= 1.2 * min(forced)
+
+
+def test_no_single_field_of_a_long_step_is_better_kept_or_given_up():
+    graph = colour_graph_of(residual(6, 16), size=512)
+    slow = Machine(flops_per_second=1e9)
+    free = plan_of(graph, machine=slow)
+    plan = plan_of(graph, int(0.4 * free.predicted_peak_bytes), machine=slow)
+    assert plan.modelled_seconds > 10
+    kept = [field.node for field in plan.kept]
+    wanted = kept_at_best(graph)
+    assert 0 < len(kept) < len(wanted)
+    for field in set(wanted) - {*kept}:
+        try:
+            other = plan_of(graph, plan.budget_bytes, machine=slow, kept=[*kept, field])
+        except BudgetError:
+            continue
+        assert other.modelled_seconds > 0.995 * plan.modelled_seconds
 
 
 def test_whoever_asks_is_told_of_every_way_that_was_tried(norms):

@@ -76,6 +76,17 @@ def test_a_kept_convolution_is_not_run_again_to_be_pulled_back():
         assert cost.backward_seconds == pytest.approx(forwards * cost.forward_seconds, rel=1e-3)
 
 
+def test_moments_move_their_field_three_times():
+    moving = Machine(flops_per_second=1e18, seconds_per_operator=0.0, cache_bytes=0)
+    seconds = []
+    for norm in (nn.BatchNorm2d(64), nn.Identity()):
+        graph = colour_graph_of(nn.Sequential(nn.Conv2d(3, 64, 1), norm, nn.Conv2d(64, 1, 1)))
+        convolution = next(node for node in graph.nodes if node.op == "aten.conv2d.default")
+        first = split_segments(graph, [convolution.id])[0]
+        seconds.append(Costs(graph, moving).of(first, (64, 64), backward=True).forward_seconds)
+    assert seconds[0] - seconds[1] == pytest.approx(3 * convolution.nbytes / moving.memory_bytes_per_second, rel=0.01)
+
+
 @pytest.mark.parametrize("size", [(64, 100), (331, 517), (1000, 47), (16, 5)])
 def test_tiles_cut_a_field_evenly(graph_of, size):
     graph = graph_of(nn.Conv2d(1, 1, 3, padding=1), F.mse_loss, size)
