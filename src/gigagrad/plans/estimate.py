@@ -36,7 +36,7 @@ from gigagrad.plans.plan import COTANGENTS as COTANGENTS
 from gigagrad.plans.plan import FIELDS as FIELDS
 from gigagrad.plans.plan import Amount, SegmentPlan, total
 from gigagrad.plans.problem import Problem
-from gigagrad.plans.segments import Segment
+from gigagrad.plans.segments import Segment, moved_fields
 from gigagrad.stores import Tier
 
 ABOUT_AS_FAST = 1.1
@@ -260,12 +260,8 @@ class SegmentTiles:
                     found += tier.crop_bytes(size, cost.crops.get(i, (0, 0)), pixel)
             return found
 
-        values = moved(segment.reads) + moved(segment.kept)
-        if phase == "forward":
-            return values
-        # What the reductions need of a share comes with its cotangent; a cotangent is added to what is there.
-        added = [i for i in segment.reads if graph[i].differentiable]
-        return values + moved(segment.kept, cotangents=True) + 2 * moved(added, cotangents=True)
+        values, of_cotangents = moved_fields(graph, segment, backward=phase != "forward")
+        return moved(values) + moved(of_cotangents, cotangents=True)
 
     def amounts(self, cost: TileCost) -> tuple[Amount, ...]:
         """Return the amounts for a tile shape, counted once: they are asked for often while tiles are chosen."""

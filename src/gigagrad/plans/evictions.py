@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from gigagrad.plans.cost import Costs
 from gigagrad.plans.problem import Problem
-from gigagrad.plans.segments import Segment, gathered, segment_for, split_segments
+from gigagrad.plans.segments import Segment, gathered, moved_fields, segment_for, split_segments
 
 
 class Eviction(NamedTuple):
@@ -107,16 +107,13 @@ class _Passes:
         if not (segment.kept or segment.reductions or segment.output is not None):
             return 0.0
         machine, graph = self._problem.machine, self._graph
-        values, added = [*segment.reads, *segment.kept], [i for i in segment.reads if graph[i].differentiable]
-        moved = [values, [*values, *segment.kept, *added, *added]]
         found = 0.0
-        for computing, fields in zip(self._costs.usual_seconds(segment), moved, strict=True):
-            processing, links = computing / machine.threads, [0.0]
+        for backward in (False, True)[: 1 + self._problem.backward]:
+            values, cotangents = moved_fields(graph, segment, backward=backward)
+            processing, links = self._costs.usual_seconds(segment)[backward] / machine.threads, [0.0]
             for tier in self._problem.tiers[1:]:
-                nbytes = sum(graph[i].nbytes for i in fields if tiers.get(i) == tier.name)
+                nbytes = sum(graph[i].nbytes for i in (*values, *cotangents) if tiers.get(i) == tier.name)
                 processing += tier.processor_seconds(nbytes, machine)
                 links.append(tier.link_seconds(nbytes, machine))
             found += max(processing, *links)
-            if not self._problem.backward:
-                break
         return found

@@ -19,7 +19,7 @@ from gigagrad.plans.program import Tiles
 from gigagrad.plans.segments import Segment, make_passes, split_segments
 from gigagrad.stores import Tier
 
-_TOO_LARGE_IN_A_ROW = 2
+_TOO_LARGE_IN_A_ROW = 3
 """Tile shapes in a row that do not fit, after smaller ones that do, until no larger one is looked at."""
 _FIRST_LOOK = 2
 """Every such tile shape is looked at first; its neighbours are where it would be taken."""
@@ -190,13 +190,15 @@ class Fitter:
         )
         tiles.shapes = shapes
         fit: list[bool] = []
-        for shape in shapes if closely else shapes[::_FIRST_LOOK]:
+        step = 1 if closely else _FIRST_LOOK
+        most_in_a_row = -(-_TOO_LARGE_IN_A_ROW // step)
+        for shape in shapes[::step]:
             cost = self._costs.of(segment, shape, backward=tiles.backward, roughly=not closely)
             tiles.costs.append(cost)
             if closely:
                 tiles.exact.add(shape)
             fit.append(tiles.room is None or tiles.total(cost) <= tiles.room)
-            if any(fit) and not any(fit[-_TOO_LARGE_IN_A_ROW:]):
+            if any(fit) and not any(fit[-most_in_a_row:]):
                 break
 
     def _choose(self, all_shapes: list[SegmentTiles]) -> tuple[list[TileCost], int]:

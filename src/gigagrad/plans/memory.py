@@ -19,6 +19,9 @@ from gigagrad.graphs.op_rules import Saved, registered
 from gigagrad.plans.geometry import AxisGeometry, Grid, TileGeometry
 from gigagrad.plans.segments import Segment, summed_globals
 
+_SAVED: WeakKeyDictionary[Graph, dict[int, set[int]]] = WeakKeyDictionary()
+"""Crops that autograd keeps for each operator, by graph: asked for with every tile shape."""
+
 
 def crop_sizes(graph: Graph, segment: Segment, tile: TileGeometry) -> dict[int, int]:
     """Return the bytes of a tile's crops of all fields that a segment reads or computes."""
@@ -249,11 +252,8 @@ def _reader_counts(graph: Graph, run: list[int]) -> dict[int, int]:
     return counts
 
 
-_SAVED: WeakKeyDictionary[Graph, dict[int, set[int]]] = WeakKeyDictionary()
-
-
 def _savers(graph: Graph, node_id: int) -> set[int]:
-    """Return the crops that autograd keeps for the backward of one operator: asked for every tile shape."""
+    """Return the crops that autograd keeps for the backward of one operator."""
     known, node = _SAVED.setdefault(graph, {}), graph[node_id]
     if node_id not in known:
         known[node_id] = lookup(node.op).saves(Call(node, graph.operands(node))) if node.differentiable else set()

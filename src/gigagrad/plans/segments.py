@@ -110,6 +110,16 @@ def summed_globals(graph: Graph, segment: Segment) -> list[int]:
     return [i for i in segment.globals if graph[i].differentiable]
 
 
+def moved_fields(graph: Graph, segment: Segment, *, backward: bool) -> tuple[list[int], list[int]]:
+    """Return the fields whose values a pass reads or writes, and those whose cotangents: each as often as they move."""
+    values = [*segment.reads, *segment.kept]
+    if not backward:
+        return values, []
+    # What the reductions need of a share comes with its cotangent; a cotangent is added to what is there.
+    added = [i for i in segment.reads if graph[i].differentiable]
+    return values, [*segment.kept, *added, *added]
+
+
 def is_read(graph: Graph, node_id: int) -> bool:
     """Say whether a field is there without being computed: an image, or a global value laid out like one."""
     return graph[node_id].is_source or graph[node_id].op == SCATTER
