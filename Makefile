@@ -1,9 +1,11 @@
 # make demo    everything once, ending in gigagrad-demo/report.html
+# make page    the page of 'gigagrad view', by Node.js 20 or later and its npm; 'make demo' does it where they are at hand
 # make test    all tests, by three processes: some of them wait for others more than they compute
 # make zoo     a dozen published models, compared with plain autograd
 # make oldest  some tests beside the oldest versions that pyproject.toml allows
 # make quick   in a minute: lint, and the tests of what everything stands on
 # make lint    style, formatting, types and the direction of the imports
+# make docs    the site in build/docs, without a warning, and its spelling
 #
 # Each makes its own environment in .venv (oldest: .venv-oldest) first, once; all it needs is Python 3.11 or later.
 
@@ -12,10 +14,19 @@ BIN := .venv/bin
 INSTALLED := .venv/.installed
 OLDEST := .venv-oldest
 
-.PHONY: demo test oldest quick zoo lint clean
+PAGE := src/gigagrad/view/page/page.js
+
+.PHONY: demo page test oldest quick zoo lint docs clean
 
 demo: $(INSTALLED)
+	@if command -v npm >/dev/null; then $(MAKE) page || echo "the page of 'gigagrad view' is not built: see above"; fi
 	$(BIN)/gigagrad demo
+
+page: $(PAGE)
+
+# No package may run a script of its own while it is installed.
+$(PAGE): web/package-lock.json web/build.mjs web/index.html $(wildcard web/src/*)
+	cd web && npm ci --ignore-scripts --no-audit --no-fund && npm run check && npm run build
 
 test: $(INSTALLED)
 	$(BIN)/python -m pytest --numprocesses 3 --dist worksteal
@@ -38,6 +49,10 @@ lint: $(INSTALLED)
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
+docs: $(INSTALLED)
+	$(BIN)/codespell README.md SECURITY.md CHANGELOG.md CONTRIBUTING.md docs
+	$(BIN)/python -m sphinx --fail-on-warning --keep-going --quiet -b html docs build/docs
+
 # The constraints name the versions, and with them a PyTorch that brings no CUDA packages where its index is at hand.
 $(INSTALLED): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("gigagrad needs Python 3.11 or later, found " + sys.version.split()[0] + "; run: make PYTHON=python3.11")'
@@ -47,9 +62,10 @@ $(INSTALLED): pyproject.toml constraints.txt
 
 $(OLDEST)/.installed: pyproject.toml constraints-oldest.txt
 	$(PYTHON) -m venv $(OLDEST)
-	$(OLDEST)/bin/python -m pip install --quiet --constraint constraints-oldest.txt --editable '.[demo,geo]' \
+	$(OLDEST)/bin/python -m pip install --quiet --constraint constraints-oldest.txt --editable '.[demo,geo,bags]' \
 		hypothesis ome-types pydicom pytest pytest-xdist scipy
 	touch $@
 
 clean:
+	rm -rf web/node_modules src/gigagrad/view/page
 	rm -rf .venv $(OLDEST) .zoo.jsonl build dist gigagrad-demo .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

@@ -7,12 +7,18 @@ graphs/ops/convolution.py does, for so many outputs of a row at once. *Loop*: a 
 where that is installed (pip install numba), on contiguous crops. One thread; forward, the gradient of the weights, and
 that with the input's. Prints one JSON line last: CPU seconds per gigapixel of the input, the best of the repeats, and
 what Numba adds to the process in MiB, before and after it has compiled.
+
+On a GPU, unless `--device cpu` says otherwise: layers of the paper's network on a tile of `side` px (3520), and some
+of more channels, as the op rules run them, with PyTorch's kernels (contiguous crops, then channels last) and with
+those of graphs/ops/few_channels.py. Milliseconds of the forward pass, of the gradient of the weights and the bias, and
+of the input's; the median of the repeats (20). One JSON line last.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import statistics
 import time
 from collections.abc import Callable
 from typing import Any
@@ -20,7 +26,12 @@ from typing import Any
 import numpy as np
 import torch
 
+from gigagrad.boxes import Span
 from gigagrad.devices.heap import resident_bytes
+from gigagrad.graphs import Call, Site, lookup, operators
+from gigagrad.graphs.builder import Builder
+from gigagrad.graphs.op_rules import Bound
+from gigagrad.graphs.ops import few_channels
 from gigagrad.graphs.ops.convolution import by_groups
 
 _LAYERS = (
@@ -29,13 +40,25 @@ _LAYERS = (
 )  # fmt: skip
 """Channels in and out, kernel and stride."""
 _OUTPUTS = (1, 2, 4)
+_GPU_LAYERS = (
+    ("down8", False, 1, 3, 15, 8, 4, 1), ("down40", False, 3, 3, 9, 5, 2, 8), ("up8", True, 3, 3, 9, 5, 2, 40),
+    ("up1", True, 3, 3, 15, 8, 4, 8), ("head", False, 3, 1, 3, 1, 1, 1), ("3 -> 3", False, 3, 3, 3, 1, 1, 1),
+    ("4 -> 4", False, 4, 4, 3, 1, 1, 1), ("8 -> 1", False, 8, 1, 3, 1, 1, 1), ("8 -> 8", False, 8, 8, 3, 1, 1, 1),
+    ("3 -> 8, 7 px", False, 3, 8, 7, 2, 3, 1),
+)  # fmt: skip
+"""Name, whether transposed, channels in and out, kernel, stride, padding, and what the tile's side is divided by."""
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--side", type=int, default=800)
-    parser.add_argument("--repeats", type=int, default=12)
+    parser.add_argument("--side", type=int)
+    parser.add_argument("--repeats", type=int)
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
     args = parser.parse_args()
+    if args.device == "cuda":
+        on_gpu(args.side or 3520, args.repeats or 20)
+        return
+    args.side, args.repeats = args.side or 800, args.repeats or 12
     torch.set_num_threads(1)
     torch.manual_seed(0)
 
@@ -57,6 +80,71 @@ def main() -> None:
     except ImportError:
         results["loop, 3 -> 1"] = None
     print(json.dumps({"side": args.side, "cpu_seconds_per_gigapixel": results}))
+
+
+def on_gpu(side: int, repeats: int) -> None:
+    """Print what each layer takes with PyTorch's kernels and with ours."""
+    torch.manual_seed(0)
+    results: dict[str, Any] = {}
+    for name, is_transposed, channels_in, channels_out, kernel, stride, padding, divided in _GPU_LAYERS:
+        x = torch.rand(1, channels_in, side // divided, side // divided, device="cuda")
+        shape = (channels_in, channels_out) if is_transposed else (channels_out, channels_in)
+        weight = torch.rand(*shape, kernel, kernel, device="cuda").requires_grad_()
+        bias = torch.rand(channels_out, device="cuda").requires_grad_()
+        found = results[name] = {}
+        for ours in (False, True):
+            few_channels.wins = lambda *_, ours=ours: ours
+            # Our kernels are compiled for each, which takes seconds; what they make is contiguous.
+            layouts = (torch.contiguous_format, torch.channels_last)[: 1 if ours and name != "head" else 2]
+            for layout in layouts:
+                leaves = [x.contiguous(memory_format=layout).requires_grad_(), weight, bias]
+                kind = f"{'ours' if ours else 'PyTorch'}, {str(layout).removeprefix('torch.')}"
+                found[kind] = milliseconds(bound(is_transposed, leaves, stride, padding), leaves, repeats)
+        print(name, found, flush=True)
+    card = torch.cuda.get_device_name()
+    print(json.dumps({"device": card, "torch": torch.__version__, "side": side, "milliseconds": results}))
+
+
+def bound(is_transposed: bool, leaves: list[torch.Tensor], stride: int, padding: int) -> Bound:
+    """What the op rule runs for a whole layer."""
+    builder = Builder()
+    refs = [
+        builder.source(kind, kind, tuple(leaf.shape), leaf.dtype, field=kind == "image", differentiable=True)
+        for kind, leaf in zip(("image", "parameter", "parameter"), leaves, strict=True)
+    ]
+    op = "aten.conv_transpose2d.input" if is_transposed else "aten.conv2d.default"
+    node = builder.node(builder.call(op, operators.bind(op, (*refs, [stride] * 2, [padding] * 2), {})))
+    inside, out = ((Span(0, shape[2]), Span(0, shape[3])) for shape in (leaves[0].shape, node.shape))
+    return lookup(op).bind(Call(node, tuple(map(builder.node, refs))), Site(out, (inside, None, None)))
+
+
+def milliseconds(run: Bound, leaves: list[torch.Tensor], repeats: int) -> list[float]:
+    """The forward pass, the gradient of the weights and the bias, and that of the input."""
+    made = run(leaves)
+    cotangent = torch.rand_like(made)
+
+    def forward() -> None:
+        with torch.no_grad():
+            run(leaves)
+
+    def to_weights() -> None:
+        torch.autograd.grad(made, leaves[1:], cotangent, retain_graph=True)
+
+    def to_input() -> None:
+        torch.autograd.grad(made, leaves[:1], cotangent, retain_graph=True)
+
+    found = []
+    for work in (forward, to_weights, to_input):
+        work()
+        taken = []
+        for _ in range(repeats):
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            work()
+            torch.cuda.synchronize()
+            taken.append(time.perf_counter() - start)
+        found.append(round(statistics.median(taken) * 1e3, 3))
+    return found
 
 
 def by_onednn(

@@ -1,10 +1,12 @@
 """Steps on a GPU beside plain PyTorch's, and where their time goes.
 
-    python bench/gpu.py [--seconds 360] [--rows plain,ours,kernels,paper,cpu] [--quick]
+    python bench/gpu.py [--seconds 360] [--rows exact,plain,ours,kernels,paper,cpu] [--quick]
 
 Every row is one training step (float32, SGD) of one network on one image from memory, and prints one JSON line: plain
 autograd, gigagrad as it plans by itself, and for gigagrad how long the GPU was busy, in how many launches and copies.
-The rows stop where `--seconds` are over. Without a GPU, or with `--quick`, everything runs small on what is there, so
+Steps of gigagrad are listed one by one: the first is computed, the second recorded, the others are replayed, where the
+plan allows it; `--rows exact` compares all of them with plain autograd in float64. The rows stop where `--seconds` are
+over. Without a GPU, or with `--quick`, everything runs small on what is there, so
 that this script keeps working. The last line holds all rows. Needs timm and segmentation-models-pytorch.
 """
 
@@ -34,6 +36,17 @@ DEVICE = "cuda" if ON_GPU else "cpu"
 UNET, RESNET = "smp:Unet?encoder_name=resnet34&encoder_weights=None", "timm:resnet18?num_classes=2"
 
 Row = dict[str, Any]
+Job = tuple[str, int, list[tuple[str, bool]]]
+"""A network, the side of its image, and budgets, each with whether what fits is computed in tiles all the same."""
+
+_SMALL: list[Job] = [(UNET, 128, [("2GiB", False), ("2GiB", True)]), (RESNET, 128, [("2GiB", False)])]
+_LARGE: list[Job] = [
+    (UNET, 2048, [("16GiB", False), ("4GiB", True)]),
+    (RESNET, 4096, [("16GiB", False), ("2GiB", False)]),
+    (UNET, 4096, [("8GiB", False)]),
+    (UNET, 8192, [("24GiB", False)]),
+    (RESNET, 8192, [("8GiB", False)]),
+]
 
 
 class FromBytes(nn.Module):
@@ -59,8 +72,10 @@ class OneMinus(nn.Module):
 
 
 def network(name: str) -> nn.Module:
+    """A network as PyTorch's guide to channels last has it, for both sides alike."""
     torch.manual_seed(0)
-    return OneMinus() if name == "paper" else FromBytes(resolve(name)).train()
+    net = OneMinus() if name == "paper" else FromBytes(resolve(name)).train()
+    return net.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
 
 
 def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
@@ -100,7 +115,6 @@ def plain(name: str, height: int, width: int, steps: int = 4) -> Row:
     row: Row = {"what": "plain", "network": name, "px": [height, width]}
     try:
         model = network(name).to(DEVICE)
-        model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         image, target = (
             value[None].to(DEVICE) if value.ndim == 3 else value.to(DEVICE) for value in pair(name, height, width)
         )
@@ -119,13 +133,53 @@ def plain(name: str, height: int, width: int, steps: int = 4) -> Row:
         return row | {"error": str(error)[:160]}
 
 
-def ours(name: str, height: int, width: int, memory: str, steps: int = 3, *, busy: bool = False) -> Row:
-    """The engine as it plans by itself; `busy`: the last step once more under a profiler."""
+def exact(net: nn.Module, steps: int = 4) -> Row:
+    """The largest relative errors of losses and gradients in float64, of the steps of one engine on other images."""
+    torch.manual_seed(0)
+    model, errors = net.double().to(DEVICE).train(), list[tuple[float, float]]()
+    engine = gg.compile(model, F.mse_loss, device=DEVICE, tile=(48, 40), progress=False)
+    engine.in_tiles = True
+    for step in range(steps):
+        draw = torch.Generator().manual_seed(step)
+        image, target = (torch.rand(c, 160, 200, dtype=torch.float64, generator=draw) for c in (3, 1))
+        model.zero_grad()
+        found = engine.backward(image, target)
+        gradients = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+        model.zero_grad()
+        expected = F.mse_loss(model(image[None].to(DEVICE)), target[None].to(DEVICE))
+        expected.backward()
+        wanted = [p.grad for p in model.parameters() if p.grad is not None]
+        off = sum((a - b).square().sum() for a, b in zip(gradients, wanted, strict=True))
+        size = sum(one.square().sum() for one in wanted)
+        errors.append((abs(found.item() / expected.item() - 1), torch.as_tensor(off / size).sqrt().item()))
+    return {"what": "exactness, float64", "off": errors, "within_1e-11": max(map(max, errors)) <= 1e-11}
+
+
+def networks() -> Iterator[nn.Module]:
+    """Small networks with norms over the image, resampling, pooling and borders of other kinds."""
+    norm, up = nn.BatchNorm2d, nn.Upsample(scale_factor=2, mode="bilinear")
+    conv = nn.Conv2d(8, 1, 3, padding=1, padding_mode="reflect")
+    down = nn.Conv2d(8, 8, 3, stride=2, padding=1)
+    yield nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), norm(8), nn.ReLU(), down, norm(8), nn.ReLU(), up, conv)
+    yield nn.Sequential(
+        nn.Conv2d(3, 8, 7, stride=2, padding=3),
+        nn.GroupNorm(2, 8),
+        nn.GELU(),
+        nn.MaxPool2d(2),
+        nn.ConvTranspose2d(8, 1, 4, stride=4),
+    )
+
+
+def ours(
+    name: str, height: int, width: int, memory: str, steps: int = 5, *, busy: bool = False, in_tiles: bool = False
+) -> Row:
+    """The engine as it plans by itself, or `in_tiles`; `busy`: the last step once more under a profiler."""
     forget()
     model = network(name).to(DEVICE)
     image, target = pair(name, height, width)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     engine = gg.compile(model, loss, memory=memory, device=DEVICE, optimizer=optimizer, progress=False)
+    engine.in_tiles = in_tiles
     begun = time.perf_counter()
     plan = engine.plan(image, target)
     row: Row = {
@@ -136,6 +190,7 @@ def ours(name: str, height: int, width: int, memory: str, steps: int = 3, *, bus
         "plan_seconds": round(time.perf_counter() - begun, 2),
         "predicted_seconds": round(plan.predicted_seconds, 3),
         "predicted_gib": round(plan.predicted_peak_bytes / GIB, 2),
+        "whole_image": plan.whole is not None,
         "segments": len(plan.segments),
         "passes": len(plan.passes),
         "tiles": plan.tile_count,
@@ -192,14 +247,13 @@ def on_cpu(height: int, width: int, threads: int) -> Iterator[Row]:
 
 
 def rows(wanted: set[str], *, small: bool) -> Iterator[Row]:
-    sizes = [(UNET, 128, "2GiB"), (RESNET, 128, "2GiB")] if small else [(UNET, 2048, "16GiB"), (RESNET, 4096, "16GiB")]
-    for name, side, memory in sizes:
+    if "exact" in wanted:
+        yield from map(exact, networks())
+    for name, side, memories in _SMALL if small else _LARGE:
         if "plain" in wanted:
             yield plain(name, side, side)
-        if "ours" in wanted:
-            yield ours(name, side, side, memory, busy="kernels" in wanted)
-    if "ours" in wanted and not small:
-        yield ours(UNET, 4096, 4096, "8GiB", steps=1)
+        for memory, in_tiles in memories if "ours" in wanted else ():
+            yield ours(name, side, side, memory, busy="kernels" in wanted, in_tiles=in_tiles)
     if "paper" in wanted:
         yield ours("paper", *((256, 320) if small else (16000, 64000)), "8GiB", busy="kernels" in wanted)
     if "cpu" in wanted:
@@ -210,7 +264,7 @@ def rows(wanted: set[str], *, small: bool) -> Iterator[Row]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=360)
-    parser.add_argument("--rows", default="plain,ours,kernels,paper,cpu")
+    parser.add_argument("--rows", default="exact,plain,ours,kernels,paper,cpu")
     parser.add_argument("--quick", action="store_true")
     args = parser.parse_args()
     begun, found = time.perf_counter(), list[Row]()

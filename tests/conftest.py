@@ -18,6 +18,9 @@ import tifffile
 import torch
 from hypothesis import HealthCheck, settings
 
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # read as Triton is loaded, if that is here
+
 from gigagrad.devices import machine
 from gigagrad.images import open_image, write_label
 from gigagrad.models import resolve, save_model, torchvision_operators  # noqa: F401
@@ -37,7 +40,7 @@ def no_profile(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """Whoever has calibrated this machine still gets the plans that everybody gets; where a profile would be saved."""
     path = tmp_path_factory.mktemp("profile") / "machine.json"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(machine, "profile_path", lambda: path)
+        patch.setattr(machine, "profile_path", lambda card="": path.with_name("gpu.json") if card else path)
         yield path
 
 

@@ -15,50 +15,58 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from gigagrad.cli import main
 from gigagrad.cli.flags import build_parser
 from gigagrad.devices import Machine
-from gigagrad.devices.machine import write_profile
+from gigagrad.devices.machine import Gpu, write_profile
 from gigagrad.images import open_image
 from gigagrad.models import save_model
 from gigagrad.plans import Plan
-from gigagrad.prediction import PredictConfig
+from gigagrad.prediction import EmbedConfig, PredictConfig
 from gigagrad.training import FitConfig
 
 WORDS = {
     "demo": "--memory --out --quick --slides",
     "label": "--bands --mpp --out --overwrite --share SLIDE",
     "plan": (
-        "--channels --device --json --link --loss --memory --model --picture --predict --ranks --rates --scratch "
-        "--scratch-bytes --size --slides-per-step --storage --threads"
+        "--card --channels --device --json --link --loss --memory --model --patches --picture --predict --ranks "
+        "--rates --scratch --scratch-bytes --size --slides-per-step --storage --threads"
     ),
     "init": "--out --overwrite --schema --slides",
     "fit": (
-        "--accumulate --bands --checkpoint-seconds --class-weights --classes --clip --colour-jitter --config --device "
-        "--ema --epochs --fold --folds --frozen --journal --learning-rate --level --loss --memory --mesh --model "
-        "--no-augment --no-grey --optimizer --out --overwrite --patience --precision --rank-timeout --rates "
-        "--schedule --scratch --seed --shard-optimizer --slides --stain-jitter --storage --trackers --trust --warmup "
-        "--weight-decay --weights"
+        "--accumulate --bands --checkpoint-seconds --class-weights --classes --clip --colour-jitter --config --coords "
+        "--device --ema --epochs --features --fold --folds --frozen --journal --learning-rate --least-tissue --level "
+        "--loss --memory --mesh --model --no-augment --no-grey --optimizer --out --overlap --overwrite --patch-mpp "
+        "--patch-size --patience --precision --rank-timeout --rates --schedule --scratch --seed --shard-optimizer "
+        "--slides --stain-jitter --storage --tissue --trackers --trust --warmup --weight-decay --weights"
     ),
     "predict": (
-        "--bands --classes --device --format --level --memory --mpp --no-grey --out --outputs --overwrite --run "
-        "--scratch --share --slides --split --target-mpp --threshold --trust"
+        "--bands --classes --coords --device --format --least-tissue --level --memory --mpp --no-grey --out --outputs "
+        "--overlap --overwrite --patch-mpp --patch-size --run --scratch --share --slides --split --target-mpp "
+        "--threshold --tissue --trust"
+    ),
+    "embed": (
+        "--coords --device --encoder --least-tissue --memory --mpp --name --out --overlap --overwrite --patch-mpp "
+        "--patch-size --precision --share --slides --split --tissue --weights"
     ),
     "evaluate": (
-        "--classes --device --json --memory --out --predictions --run --scratch --share --slides --split --trust"
+        "--classes --coords --device --json --memory --out --predictions --run --scratch --share --slides --split "
+        "--trust"
     ),
     "attribute": (
         "--block --classes --device --memory --module --of --out --overwrite --run --scratch --share --slides --split "
         "--trust"
     ),
     "report": "--out --predictions --run",
-    "calibrate": "--scratch",
+    "view": ("--classes --device --host --mask --memory --model --no-browser --port --predictions --trust SOURCE"),
+    "calibrate": "--device --scratch",
     "doctor": "",
 }
 
 
 PLAN = ["plan", "--model", "paper-unet", "--size", "160x160"]
+CARD_PLAN = [*PLAN, "--device", "cuda", "--memory", "1GiB", "--card"]
 
 
 def subcommands():
-    actions = build_parser(["fit", "predict"])._actions
+    actions = build_parser(["fit", "predict", "embed"])._actions
     return next(a for a in actions if isinstance(a, argparse._SubParsersAction)).choices
 
 
@@ -115,6 +123,11 @@ def test_help_teaches_every_command(command, capsys):
         ([*PLAN, "--threads", "0"], "a whole number of 1 or more"),
         ([*PLAN, "--rates", "none.json"], "'gigagrad calibrate' saved"),
         ([*PLAN, "--threads", "8", "--device", "cuda"], "leave them out"),
+        ([*PLAN, "--card", "L4"], "add --device cuda"),
+        ([*CARD_PLAN, "RTX 9999"], "expected one of H200, H200 NVL, H100,"),
+        ([*CARD_PLAN, "L4", "--rates", "l4.json"], "leave one out"),
+        ([*PLAN, "--device", "cuda", "--memory", "1GiB", "--rates", "none.json"], "calibrate --device cuda' saved"),
+        ([*PLAN, "--device", "cuda", "--card", "L4"], "--memory 40GiB"),
         pytest.param(
             ["plan", "--model", "paper-unet", "--size", "160x160", "--device", "cuda"],
             "there is no GPU here to ask; give what yours may use of its memory, e.g. --memory 40GiB",
@@ -222,13 +235,33 @@ def test_plan_for_a_gpu_that_is_not_here(monkeypatch, capsys):
     assert main([*command, "8GiB"]) == 0
     text = " ".join(capsys.readouterr().out.split())
     assert "on cuda" in text
-    assert "by typical rates of a GPU, as there is none here" in text
+    assert "by typical rates of a GPU (data sheet of RTX 4090, as no card is named)" in text
     assert main([*command, "300MiB", "--json"]) == 0
     made = json.loads(capsys.readouterr().out)
     assert 0 < made["predicted_peak_bytes"] <= 300 << 20
     assert made["device"] == "cuda"
     assert main([*command, "10MiB"]) == 2
     assert "the smallest budget that works" in capsys.readouterr().err
+
+
+def test_plan_for_a_card_that_is_not_here(tmp_path, capsys):
+    command = ["plan", "--model", "paper-unet", "--size", "16000x64000", "--device", "cuda", "--memory", "8GiB"]
+
+    def seconds(*more):
+        assert main([*command, *more, "--json"]) == 0
+        return json.loads(capsys.readouterr().out)["predicted_seconds"]
+
+    def told(*more):
+        assert main([*command, *more]) == 0
+        return " ".join(capsys.readouterr().out.split())
+
+    fast = seconds("--card", "H200")
+    assert seconds("--card", "NVIDIA L4") > 2 * fast > 0
+    assert "by typical rates of L4 (data sheet)" in told("--card", "L4")
+    rates = tmp_path / "ours.json"
+    write_profile(rates, dataclasses.replace(Gpu.typical("NVIDIA H200"), seconds_per_tile=1.0))
+    assert seconds("--rates", str(rates)) > 10 * fast
+    assert "by the rates in ours.json, measured on NVIDIA H200" in told("--rates", str(rates))
 
 
 def test_plan_draws_a_picture_and_names_the_budget_that_works(tmp_path, capsys):
@@ -268,6 +301,17 @@ def test_plan_for_an_image_smaller_than_the_network_s_stride(size, capsys):
     out, err = capsys.readouterr()
     assert len(lines(err)) == (0 if out else 1)
     assert "internal" not in err
+
+
+@pytest.mark.parametrize("loss", [("--loss", "bce"), ("--predict",)])
+def test_plan_for_a_bag_of_patches(loss, capsys):
+    pytest.importorskip("timm")
+    size = ("--patches", "3000", "--size", "64x64", "--memory", "4GiB")
+    classes = 1 if "bce" in loss else 2
+    model = f"mil:encoder=timm:resnet10t&head=abmil&classes={classes}"
+    assert main(["plan", "--model", model, *size, *loss]) == 0
+    told = capsys.readouterr().out
+    assert "3,000 patches of 64 x 64 px" in told
 
 
 def test_plan_as_json_and_for_prediction(capsys):
@@ -552,7 +596,9 @@ def test_a_message_cannot_steer_the_terminal(tmp_path, capsys):
     assert "a?[2Jb?.csv" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("command", "settings"), [("fit", FitConfig), ("predict", PredictConfig)])
+@pytest.mark.parametrize(
+    ("command", "settings"), [("fit", FitConfig), ("predict", PredictConfig), ("embed", EmbedConfig)]
+)
 def test_the_flags_of_a_command_are_its_settings_and_their_defaults_stand_there(command, settings):
     flags = {action.dest: action for action in subcommands()[command]._actions}
     fields = {field.name for field in dataclasses.fields(settings)}

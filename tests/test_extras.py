@@ -7,7 +7,7 @@ import pytest
 from gigagrad.cli import main
 from gigagrad.errors import ConfigError, extra
 
-OPTIONAL = ("cv2", "jinja2", "lightning", "matplotlib", "monai", "scipy", "tensorboard", "timm", "torchmetrics")
+OPTIONAL = ("cv2", "h5py", "jinja2", "lightning", "matplotlib", "monai", "scipy", "tensorboard", "timm", "torchmetrics")
 
 
 @pytest.fixture

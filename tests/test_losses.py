@@ -44,3 +44,19 @@ def test_a_loss_of_one_s_own_is_told_what_pytorch_lacks():
 def test_mse_repeats_nothing():
     with pytest.raises(GigagradError, match=r"is \(1, 3, 4, 4\) and the target \(1, 1, 4, 4\); give the model"):
         gg.losses.mse(torch.zeros(1, 3, 4, 4), torch.zeros(1, 1, 4, 4))
+
+
+def test_clam_of_logits_alone_is_ce_and_ce_takes_nothing_else():
+    logits, target = torch.randn(1, 3), torch.tensor([2])
+    assert gg.losses.clam(logits, target, bag_weight=0.1) == gg.losses.ce(logits, target)
+    with pytest.raises(GigagradError, match="the head clam trains with the loss clam"):
+        gg.losses.ce((logits, torch.randn(3, 4, 2)), target)  # type: ignore[arg-type]
+
+
+def test_clam_weighs_classes_and_takes_its_settings():
+    output, target = (torch.randn(1, 3), torch.randn(3, 4, 2)), torch.tensor([2])
+    loss = named_loss("clam?bag_weight=1&subtyping=true")
+    assert loss.class_ids
+    weighted = loss.weighted((1.0, 2.0, 3.0)).function
+    torch.testing.assert_close(weighted(output, target), 3 * gg.losses.ce(output[0], target))  # type: ignore[arg-type]
+    assert named_loss("clam").function(output, target) != named_loss("clam?subtyping=true").function(output, target)  # type: ignore[arg-type]

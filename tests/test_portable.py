@@ -21,7 +21,8 @@ for name in calls.split():
 import gigagrad as gg
 
 for module in pkgutil.walk_packages(gg.__path__, "gigagrad."):
-    if not module.name.endswith("__main__") and ".integrations." not in module.name:  # other people's libraries
+    # Those are other people's libraries, and these come with PyTorch for GPUs.
+    if not module.name.endswith(("__main__", "few_channels_kernels")) and ".integrations." not in module.name:
         importlib.import_module(module.name)
 
 from pathlib import Path

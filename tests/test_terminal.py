@@ -123,6 +123,16 @@ def test_bars_show_rate_time_left_and_memory(clock):
         assert text in shown, text
 
 
+def test_patches_of_a_bag_are_counted(clock):
+    console = Console(file=io.StringIO(), force_terminal=True, width=160)
+    with Terminal(console, clock=clock) as terminal:
+        terminal(JobStarted("train", 10, "start"))
+        terminal(StepMeasured("backward", 1_024_000_000, 31.0, 600 << 20, 700 << 20, 0, patches=12_345))
+        clock.now += 1
+        terminal(Notice("written"))
+    assert "12,345 patches in 31.0 s, peak 600 MiB" in console.file.getvalue()  # type: ignore[attr-defined]
+
+
 def test_preparations_are_shown_on_a_terminal_while_they_last_and_leave_nothing(clock, plain):
     events = [
         JobStarted("train", 3),

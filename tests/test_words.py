@@ -1,4 +1,4 @@
-"""Names and docstrings are in the field's words: a docstring begins with what a thing does or is."""
+"""Names, docstrings and documents are in the field's words: a docstring begins with what a thing does or is."""
 
 import ast
 import re
@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from tests.pages import DOCS, ROOT, prose
 
 SOURCE = Path(__file__).resolve().parents[1] / "src" / "gigagrad"
 ROOMS = sorted(path.name for path in SOURCE.iterdir() if path.suffix == ".py" or (path / "__init__.py").is_file())
@@ -30,6 +32,13 @@ OURS = {
     ),
 }
 """Words of this house alone; the field says assign, placement, halo, message, step, scalar graph and so on."""
+RECORDS = ("ARCHITECTURE.md", "results.md", "zoo.md", "glossary.md", "changes.md")
+"""Pages for whoever reads the code, numbers as they were printed, and the page that explains the program's words."""
+NOT_IN_DOCUMENTS = re.compile(
+    r"\b(fields?|sweeps?|swept|seams?|crops?|tapes?|parcels?|swaps?|hoards?|slack|fates?|ledgers?|lifetimes?|fleet|pulse|"
+    r"rehearsals?|tilings?|gathers|dealt|deals? out|shared out|told|heard|foretells?|mended|hungr\w+)\b",
+    re.IGNORECASE,
+)
 
 
 def nodes(room: str) -> Iterator[tuple[str, ast.AST]]:
@@ -60,3 +69,23 @@ def test_names_are_the_field_s(room: str) -> None:
     ]
     spelt = [(place, re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower().strip("_")) for place, name in found]
     assert not [f"{place}: {name}" for place, name in spelt if name in OURS]
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        ROOT / "README.md",
+        ROOT / "SECURITY.md",
+        ROOT / "CONTRIBUTING.md",
+        *(path for path in sorted(DOCS.rglob("*.md")) if "decisions" not in path.parts),
+    ],
+    ids=lambda path: str(path.relative_to(ROOT)),
+)
+def test_documents_are_in_the_field_s_words(path: Path) -> None:
+    """Output of the program, which is quoted or in italics, and code are as they are."""
+    text = re.sub(r"\*[^*\n]+\*", "", prose(path.read_text(encoding="utf-8"), tables=True))
+    found = [
+        (match.group(), text[max(0, match.start() - 40) : match.end() + 20])
+        for match in NOT_IN_DOCUMENTS.finditer(text)
+    ]
+    assert path.name in RECORDS or not found

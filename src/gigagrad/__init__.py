@@ -20,7 +20,10 @@ if TYPE_CHECKING:
     from gigagrad.execution import compile as compile
     from gigagrad.images import Image as Image
     from gigagrad.images import open_image as open_image
+    from gigagrad.masks import open_bag as open_bag
     from gigagrad.masks import open_mask as open_mask
+    from gigagrad.prediction import embed as embed
+    from gigagrad.prediction import open_features as open_features
     from gigagrad.prediction import predict as predict
     from gigagrad.training import fit as fit
 
@@ -29,9 +32,12 @@ __all__ = [
     "GigagradError",
     "Image",
     "compile",
+    "embed",
     "fit",
     "losses",
     "models",
+    "open_bag",
+    "open_features",
     "open_image",
     "open_mask",
     "predict",
@@ -45,7 +51,10 @@ _HOMES = {
     "GigagradError": "gigagrad.errors",
     "Image": "gigagrad.images",
     "compile": "gigagrad.execution",
+    "embed": "gigagrad.prediction",
     "fit": "gigagrad.training",
+    "open_bag": "gigagrad.masks",
+    "open_features": "gigagrad.prediction",
     "open_image": "gigagrad.images",
     "open_mask": "gigagrad.masks",
     "predict": "gigagrad.prediction",

@@ -1,7 +1,7 @@
 """Say what can go wrong on a user's side. Every class is a `ValueError`, and every message says got, expected and
 remedy.
 
-Broken invariants of our own are `assert`s instead; they are never dressed up as one of these.
+Broken invariants of our own are assertions instead; they are never dressed up as one of these.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class WriteError(GigagradError):
 
 
 class StoreError(GigagradError):
-    """A kept field cannot be written to scratch, or read back as it was written."""
+    """A saved activation cannot be written to scratch, or read back as it was written."""
 
 
 class ConfigError(GigagradError):

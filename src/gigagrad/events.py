@@ -93,6 +93,8 @@ class StepMeasured(Event):
     earlier_peak_bytes: int = 0
     """The bytes that the process had held at some time before: `peak_bytes` is the process's own, whoever set it."""
     gradient_error: float = 0.0
+    patches: int = 0
+    """The number of patches of a bag; 0 where there is none."""
 
 
 @dataclass(frozen=True, slots=True)

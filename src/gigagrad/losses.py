@@ -60,11 +60,11 @@ class Loss:
 
     def weighted(self, weights: Sequence[float]) -> Loss:
         """This loss with weights of the classes, background first. Raises `ConfigError` where it has no classes."""
-        taking = [_plain(each) in (bce, ce) for _, each in self.made_of]
+        taking = [_plain(each) in (bce, ce, clam) for _, each in self.made_of]
         if not any(taking) or (self.binary and len(weights) != 2):
             raise ConfigError(
-                f"class_weights {', '.join(f'{weight:g}' for weight in weights)}: weights of classes are for ce, and "
-                "two of them for bce"
+                f"class_weights {', '.join(f'{weight:g}' for weight in weights)}: weights of classes are for ce "
+                "and clam, and two of them for bce"
             )
         made = [
             (factor, Weighted(each, weights) if takes else each)
@@ -83,8 +83,9 @@ class Weighted(nn.Module):
         self.function = function
         self.register_buffer("weight", torch.tensor(list(weights), dtype=torch.float32), persistent=False)
 
-    def forward(self, output: Tensor, target: Tensor) -> Tensor:
-        return self.function(output, target, weight=self.weight.to(output.dtype))
+    def forward(self, output: Tensor | tuple[Tensor, ...], target: Tensor) -> Tensor:
+        logits = output if isinstance(output, Tensor) else output[0]
+        return self.function(output, target, weight=self.weight.to(logits.dtype))
 
 
 class Sum(nn.Module):
@@ -164,11 +165,42 @@ def ce(output: Tensor, target: Tensor, *, weight: Tensor | None = None, label_sm
     `weight` is that of each class, `(C,)`, and makes a weighted mean, as in PyTorch; of a single slide, in whose mean
     it would cancel out, the weighted loss.
     """
+    if not isinstance(output, Tensor):
+        raise TargetError(
+            f"ce takes logits, and the model gives a {type(output).__name__}; the head clam trains with the loss clam"
+        )
     ids = (target.squeeze(1) if target.ndim == 4 else target).to(torch.int64)
     reduction = "sum" if output.ndim == 2 and len(output) == 1 else "mean"
     return F.cross_entropy(
         output, ids, weight, ignore_index=IGNORED, label_smoothing=label_smoothing, reduction=reduction
     )
+
+
+def clam(
+    output: Tensor | tuple[Tensor, Tensor],
+    target: Tensor,
+    *,
+    weight: Tensor | None = None,
+    bag_weight: float = 0.7,
+    subtyping: bool = False,
+) -> Tensor:
+    """Weigh cross-entropy of a bag with that of its patches (CLAM, Lu et al., 2021); target `(1,)`, a class id.
+
+    `output` is what the head `clam` gives in training, logits `(1, C)` and `(C, 2 k, 2)` of the patches of most and of
+    least attention: to the classifier of the bag's class the former are evidence, the latter none. With `subtyping`,
+    classes exclude each other, so that to all other classifiers the former are none. Of logits alone, which the head
+    gives in eval mode, it is `ce`.
+    """
+    if isinstance(output, Tensor):
+        return ce(output, target, weight=weight)
+    logits_1C, instances_CK2 = output
+    of_class_C = (torch.arange(len(instances_CK2), device=target.device) == target).to(logits_1C.dtype)
+    k = instances_CK2.shape[1] // 2
+    no_CK, yes_CK = (-instances_CK2.log_softmax(2)).unbind(2)
+    instance_C = of_class_C * torch.cat([yes_CK[:, :k], no_CK[:, k:]], 1).mean(1)
+    if subtyping:
+        instance_C = (instance_C + (1 - of_class_C) * no_CK[:, :k].mean(1)) / len(instance_C)
+    return bag_weight * ce(logits_1C, target, weight=weight) + (1 - bag_weight) * instance_C.sum()
 
 
 def mse(output: Tensor, target: Tensor) -> Tensor:
@@ -215,14 +247,18 @@ _LOSSES: Final[dict[str, tuple[Callable[..., Tensor], Kind]]] = {
     "bce": (bce, "binary"),
     "bce_dice": (bce_dice, "binary"),
     "ce": (ce, "class ids"),
+    "clam": (clam, "class ids"),
     "cox": (cox, "survival"),
     "dice": (dice, "binary"),
     "focal": (focal, "binary"),
     "mse": (mse, "numbers"),
     "tversky": (tversky, "binary"),
 }
-_IGNORING: Final = {name: function for name, (function, kind) in _LOSSES.items() if kind in ("binary", "class ids")}
-_SETTINGS: Final = ("gamma", "false_positives", "false_negatives", "label_smoothing")
+_OF_BAGS: Final = "clam"
+_IGNORING: Final = {
+    name: function for name, (function, kind) in _LOSSES.items() if kind in ("binary", "class ids") and name != _OF_BAGS
+}
+_SETTINGS: Final = ("gamma", "false_positives", "false_negatives", "label_smoothing", "bag_weight", "subtyping")
 _TERM: Final = re.compile(r"\s*(?:(\d+\.?\d*|\.\d+)\s*\*)?\s*(\S+)\s*")
 
 

@@ -16,15 +16,24 @@ Literal = int | float | bool | str | None | tuple["Literal", ...]
 def parse_named(text: str) -> tuple[str, dict[str, Literal]]:
     """Split `text` into name and settings. Raises `ConfigError` for a setting that is none, or is given twice."""
     name, _, query = text.partition("?")
+    return name, parse_settings(query, text)
+
+
+def parse_settings(query: str, text: str, form: str = "NAME?key=value&key=value") -> dict[str, Literal]:
+    """Read `key=value&key=value`, a part of `text`, of that `form`; where that has a dot, keys may have one.
+
+    Raises `ConfigError` for a setting that is none, or is given twice.
+    """
     settings: dict[str, Literal] = {}
     for item in filter(None, query.split("&")):
         key, equals, value = item.partition("=")
-        if not equals or not key.isidentifier():
-            raise ConfigError(f"cannot read {item!r} in {text!r}; settings are written NAME?key=value&key=value")
+        known = key.replace(".", "", 1) if "." in form else key
+        if not equals or not known.isidentifier():
+            raise ConfigError(f"cannot read {item!r} in {text!r}; settings are written {form}")
         if key in settings:
             raise ConfigError(f"{text!r} sets {key!r} twice")
         settings[key] = parse_literal(unquote(value))
-    return name, settings
+    return settings
 
 
 def parse_literal(text: str) -> Literal:

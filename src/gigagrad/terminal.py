@@ -152,7 +152,8 @@ class Terminal:
     def _measured(self, step: StepMeasured) -> None:
         """Put the last step's cost on the innermost job's line rather than on one of its own."""
         of_budget = f" of {format_bytes(step.budget_bytes)}" if step.budget_bytes else ""
-        speed = f"{format_pixels(step.pixels)} in {format_seconds(step.seconds)}"
+        seen = f"{step.patches:,} patches" if step.patches else format_pixels(step.pixels)
+        speed = f"{seen} in {format_seconds(step.seconds)}"
         detail = f"{speed}, peak {format_bytes(step.peak_bytes)}{of_budget}"
         for work in list(self._work.values())[-1:]:
             work.detail = detail

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import tifffile
 
-from gigagrad.cohorts import Size, check_images, class_table, read_cohort
+from gigagrad.cohorts import Size, cases_of, check_images, class_table, read_cohort
 from gigagrad.errors import ConfigError
 
 
@@ -47,7 +47,7 @@ def test_labels_are_numbers(folder):
 
 
 def test_columns_that_nobody_needs_are_left_alone(folder):
-    cohort = read_cohort(write(folder, "case,slide,split,age", "x,a.tif,train,61"))
+    cohort = read_cohort(write(folder, "site,slide,split,age", "x,a.tif,train,61"))
     assert cohort.rows[0].slide == folder / "a.tif"
 
 
@@ -157,6 +157,13 @@ def test_other_tools_columns_delimiters_and_words(folder, delimiter):
 def test_a_column_of_ours_goes_before_other_tools_names(folder):
     rows = read_cohort(write(folder, "slide_id,slide,image,split", "one,a.tif,nowhere.jpg,train")).rows
     assert (rows[0].slide, rows[0].name) == (folder / "a.tif", "one")
+
+
+@pytest.mark.parametrize("column", ["case", "bag", "Patient", "patient_id", "case_id"])
+def test_slides_of_a_patient_are_a_case(folder, column):
+    lines = [f"slide,label,split,{column}", "a.tif,1,train,p1", "b.tif,1,train,p1", "m.tif,0,train,"]
+    cases = cases_of(read_cohort(write(folder, *lines)).rows)
+    assert [[row.name for row in case] for case in cases] == [["a", "b"], ["m"]]
 
 
 def test_a_fold_is_validated_and_the_others_are_trained_on(folder):

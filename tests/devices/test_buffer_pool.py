@@ -72,6 +72,28 @@ def test_no_more_is_given_back_than_asked(enough):
         assert enough <= given_back < enough + 2 * SIZE
 
 
+def test_no_more_is_held_than_was_allowed():
+    """With what is taken: other blocks go before a new one comes, and those that fit serve again."""
+    spare = BufferPool()
+    spare.most_bytes = 4 * SIZE
+    blocks = [spare.take(SIZE), spare.take(SIZE), spare.take(2 * SIZE)]
+    while blocks:
+        spare.give(blocks.pop())
+    assert spare.own_bytes == 4 * SIZE
+    small = spare.take(SIZE)
+    assert spare.own_bytes == 3 * SIZE
+    large = spare.take(3 * SIZE)
+    assert spare.own_bytes == 0
+    del large
+    spare.give(small)
+    other = spare.take(3 * SIZE)
+    assert spare.own_bytes == SIZE
+    spare.most_bytes = 0
+    assert spare.take(SIZE) is small
+    assert spare.take(SIZE).nbytes == SIZE, "a plan knows that it fits"
+    del other
+
+
 def test_what_is_spare_is_not_used_and_goes_with_what_was_freed():
     device, spare = device_for("cpu"), BufferPool()
 

@@ -11,7 +11,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from gigagrad.devices import Machine, machine
+from gigagrad.devices.gpus import CARDS, MIDDLING
 from gigagrad.devices.machine import (
+    Gpu,
     ProfileError,
     machine_key,
     profile_path,
@@ -30,7 +32,7 @@ def path(tmp_path):
 @pytest.fixture
 def home(monkeypatch, path):
     """Where this machine's profile is looked for."""
-    monkeypatch.setattr("gigagrad.devices.machine.profile_path", lambda: path)
+    monkeypatch.setattr("gigagrad.devices.machine.profile_path", lambda card="": path)
     return path
 
 
@@ -140,6 +142,7 @@ def test_the_profile_is_kept_by_machine_in_the_users_cache(monkeypatch, tmp_path
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     path = machine.profile_path()
     assert path.parent == tmp_path / "gigagrad"
+    assert len({path, machine.profile_path("NVIDIA L4"), machine.profile_path("NVIDIA L40S")}) == 3
     monkeypatch.setattr(torch, "get_num_threads", lambda: 4096)
     assert machine.profile_path() != path
     monkeypatch.setenv("XDG_CACHE_HOME", "relative")  # the standard says to ignore it
@@ -187,3 +190,110 @@ def test_a_cache_that_a_whole_server_shares_is_not_counted_on(reported, mebibyte
         (tmp_path / f"index{index}" / "size").write_text(f"{size}\n")
     monkeypatch.setattr(machine, "_CACHES", tmp_path)
     assert machine.cache_bytes() == mebibytes * 2**20
+
+
+CARD = "NVIDIA L4"
+MEASURED = Gpu.typical(CARD).with_rates({name: 1.1 * rate for name, rate in Gpu().rates.items()})
+
+
+def test_profiles_of_processors_are_those_of_before():
+    assert Machine.profile_format == "gigagrad machine profile 9"
+    assert set(machine_key()) == {"processor", "threads", "torch"}
+    assert set(Machine().rates) == {
+        *("flops_per_second", "cached_bytes_per_second", "memory_bytes_per_second", "seconds_per_operator"),
+        *("shared_efficiency", "side_by_side_efficiency", "copy_bytes_per_second", "file_bytes_per_second"),
+        *("disk_write_bytes_per_second", "disk_read_bytes_per_second", "codec_bytes_per_second", "codec_ratio"),
+    }
+
+
+def test_a_gpu_s_profile_comes_back_as_it_was_for_that_card_alone(home):
+    assert Gpu.detected(CARD) == Gpu.typical(CARD)
+    write_profile(home, MEASURED)
+    assert Gpu.detected(CARD) == Gpu.from_profile(home) == MEASURED
+    assert machine_key(CARD)["card"] == CARD
+    assert {"processor", "torch", "cuda"} <= set(machine_key(CARD))
+    said: list[Any] = []
+    assert Gpu.detected("NVIDIA L40S", said.append) == Gpu.typical("NVIDIA L40S")
+    (text,) = said
+    assert "belongs to" in text
+    assert "run 'gigagrad calibrate --device cuda'" in text
+
+
+@pytest.mark.parametrize(
+    ("damage", "reason"),
+    [
+        (lambda c: c["machine"].pop("card"), "which card"),
+        (lambda c: c["machine"].update(card=4), "which card"),
+        (lambda c: c.update(machine=[]), "which card"),
+        (lambda c: c["rates"].pop("seconds_per_tile"), "lacks a rate"),
+        (lambda c: c["rates"].update(seconds_per_tile=-1.0), "lacks a rate"),
+        (lambda c: c.update(format=Machine.profile_format), "not in the format"),
+    ],
+)
+def test_a_gpu_s_profile_without_its_card_or_a_rate_is_refused(path, damage, reason):
+    write_profile(path, MEASURED)
+    content = json.loads(path.read_text())
+    damage(content)
+    path.write_text(json.dumps(content))
+    with pytest.raises(ProfileError, match=rf"{reason}.*'gigagrad calibrate --device cuda' saved"):
+        Gpu.from_profile(path)
+
+
+def test_a_processor_s_profile_is_no_gpu_s_nor_the_other_way_round(path):
+    write_profile(path, CALIBRATED)
+    with pytest.raises(ProfileError, match="gigagrad GPU profile"):
+        Gpu.from_profile(path)
+    write_profile(path, MEASURED)
+    with pytest.raises(ProfileError, match="gigagrad machine profile"):
+        Machine.from_profile(path)
+
+
+def test_it_says_where_rates_are_from():
+    assert MEASURED.basis == "measured rates of NVIDIA L4"
+    assert "typical rates of L4 (data sheet)" in Gpu.typical(CARD).basis
+    assert "typical rates of H200 (measured on one)" in Gpu.typical("NVIDIA H200").basis
+    assert "'gigagrad calibrate --device cuda' measures" in Gpu.typical(CARD).basis
+    assert "MI300X is not listed" in Gpu.typical("AMD Instinct MI300X").basis
+    assert "no card is named" in Gpu.typical("").basis
+
+
+@pytest.mark.parametrize("card", [card.name for card in CARDS])
+def test_typical_rates_are_below_those_of_the_data_sheet(card):
+    found, sheet = Gpu.typical(card), next(each for each in CARDS if each.name == card)
+    assert 0.3 * sheet.memory_bytes_per_second < found.memory_bytes_per_second < sheet.memory_bytes_per_second
+    assert 0.2 * sheet.flops_per_second < found.flops_per_second < sheet.flops_per_second
+    assert found.few_channels_flops_per_second <= found.flops_per_second
+    assert not found.calibrated
+
+
+def test_the_card_that_was_measured_has_the_rates_that_were_measured():
+    found, default = Gpu.typical("NVIDIA H200"), Gpu()
+    assert {name: pytest.approx(rate, rel=0.02) for name, rate in found.rates.items()} == default.rates
+
+
+def test_unknown_cards_have_the_rates_of_a_middling_one():
+    unknown, middling = Gpu.typical("a card of next year"), Gpu.typical(MIDDLING.name)
+    assert unknown == dataclasses.replace(middling, card="a card of next year")
+
+
+def convolution(channels: int, side: int) -> tuple[float, float]:
+    """Bytes moved by a 3 x 3 convolution, and its operations."""
+    return 2.0 * 4 * channels * side**2, 2.0 * 9 * channels**2 * side**2
+
+
+def test_convolutions_of_few_channels_are_as_slow_on_a_gpu_as_they_are():
+    gpu = dataclasses.replace(Gpu(), memory_bytes_per_second=1e18)
+    seconds = {channels: gpu.operator_seconds(*convolution(channels, 4096)) for channels in (4, 16, 32, 64, 256)}
+    rate = {channels: convolution(channels, 4096)[1] / seconds[channels] for channels in seconds}
+    assert rate[16] == pytest.approx(25e12, rel=1e-3)
+    assert [rate[64], rate[256]] == pytest.approx([210e12, 210e12], rel=1e-3)
+    assert rate[32] == pytest.approx((25e12 * 210e12) ** 0.5, rel=1e-3)
+    assert seconds[4] == pytest.approx(seconds[16] / 4, rel=1e-3)  # as its bytes
+
+
+def test_a_gpu_takes_a_host_s_call_at_least_and_a_host_s_part_of_each_tile():
+    gpu = Gpu(memory_bytes_per_second=1e12, seconds_per_operator=1e-3, seconds_per_tile=0.5)
+    assert gpu.operator_seconds(1e6, 0) == 1e-3
+    assert gpu.operator_seconds(1e10, 0) == pytest.approx(1e-2)
+    assert gpu.host_seconds(4) == 2
+    assert Machine().host_seconds(4) == 0

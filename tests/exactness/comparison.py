@@ -71,12 +71,13 @@ def compare(
     device: str = "cpu",
     layout: str | None = None,
 ) -> Comparison:
-    """`image` is `(C, H, W)`; a dense `target` is `(C, H, W)` too, and a label is passed as it is. `layout` as in
-    `compiled`."""
+    """`image` is `(C, H, W)` or a bag `(N, C, h, w)`; a dense `target` is `(C, H, W)` too, and a label is passed as it
+    is. `layout` as in `compiled`."""
     reference_model = copy.deepcopy(model)
     reference_model.zero_grad()
     order_cotangents(reference_model)
-    whole = loss(reference_model(image[None]), target[None] if target.ndim == 3 else target)
+    batch = image if image.ndim == 4 else image[None]
+    whole = loss(reference_model(batch), target[None] if target.ndim == 3 else target)
     whole.backward()
     expected = {name: p.grad for name, p in reference_model.named_parameters() if p.grad is not None}
     model.zero_grad()

@@ -26,7 +26,7 @@ def with_workers(engine: gg.Engine, image: Any, target: Any, workers: int) -> gg
 
 
 def with_fields_in(engine: gg.Engine, image: Any, target: Any, tier: str) -> gg.Engine:
-    """Makes the engine keep all fields of this image that it keeps in this tier, "memory" or "disk"."""
+    """Makes the engine keep all fields of this image that it keeps in this tier: "memory", "host" or "disk"."""
 
     def move(choice: dict[str, Any]) -> None:
         choice["kept"] = [[node, tier] for node, _ in choice["kept"]]

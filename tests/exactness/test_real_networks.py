@@ -41,10 +41,6 @@ def check(model, loss, image, target, tile, device="cpu"):
 
 SEGMENTATION = {
     "unet": lambda: smp.Unet("resnet18", encoder_weights=None),
-    "unet with mobile blocks": lambda: smp.Unet(
-        "mobilenet_v2", encoder_weights=None, decoder_channels=(64, 32, 16, 8, 8)
-    ),
-    "unet++": lambda: smp.UnetPlusPlus("resnet18", encoder_weights=None, decoder_channels=(64, 32, 16, 8, 8)),
     "deeplabv3+": lambda: smp.DeepLabV3Plus("resnet18", encoder_weights=None, decoder_channels=32),
 }
 

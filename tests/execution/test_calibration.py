@@ -1,15 +1,19 @@
 """Calibration from end to end: what is measured, what is saved, what planning makes of it."""
 
+import dataclasses
 import io
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from rich.console import Console
 
 import gigagrad as gg
 from gigagrad.cli import main
 from gigagrad.devices import Machine
+from gigagrad.devices.cpu import Cpu
+from gigagrad.devices.machine import Gpu
 from gigagrad.errors import ConfigError, StoreError
 from gigagrad.events import JobFinished, Notice
 from gigagrad.execution import calibration
@@ -31,7 +35,7 @@ def profile(monkeypatch, tmp_path):
     """Where the profile goes: a folder of the test's own."""
     path = tmp_path / "cache" / "machine.json"
     for module in ("gigagrad.devices.machine", "gigagrad.execution.calibration"):
-        monkeypatch.setattr(f"{module}.profile_path", lambda: path)
+        monkeypatch.setattr(f"{module}.profile_path", lambda card="": path.with_name("gpu.json") if card else path)
     monkeypatch.setattr(calibration, "cache_bytes", lambda: 2**22)
     return path
 
@@ -48,6 +52,108 @@ def test_rates_are_saved_and_planning_uses_them(profile, tmp_path):
     shown = console.file.getvalue()  # type: ignore[attr-defined]
     for text in ("convolutions", "GFLOP/s", "a call of an operator", "disk, write", "fields in files", "codec"):
         assert text in shown
+
+
+class FakeGpu(Cpu):
+    """A GPU whose tensors are the host's; it counts how often it was waited for."""
+
+    is_host = False
+    waited = 0
+
+    def machine(self, say=None):
+        return Gpu.detected("NVIDIA L4")
+
+    def synchronize(self):
+        self.waited += 1
+
+
+@pytest.fixture
+def small_gpu(monkeypatch):
+    """Work that a processor does in a second."""
+    monkeypatch.setattr(calibration, "_GPU_SIDE_PX", 32)
+    monkeypatch.setattr(calibration, "_GPU_VALUES_BYTES", 2**20)
+    monkeypatch.setattr(calibration, "_OPERATORS", 8)
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: self)
+
+
+@pytest.mark.usefixtures("small_gpu")
+def test_the_rates_of_a_gpu_are_saved_for_its_card_and_planning_uses_them(profile, tmp_path):
+    device = FakeGpu("cpu")
+    found = calibrate(device=device, scratch=tmp_path, size_bytes=SIZE)
+    assert found.path == profile.with_name("gpu.json")
+    assert not profile.exists()  # the processor's
+    assert device.waited > 2 * 6 * 10  # before and after each of six runs of ten things
+    assert isinstance(found.machine, Gpu)
+    assert found.machine.calibrated
+    assert device.machine() == found.machine
+    assert found.machine.rates.keys() == Gpu().rates.keys()
+    assert not set(found.machine.rates.values()) & (set(Gpu.typical("NVIDIA L4").rates.values()) - {0.9, 1.0})
+    assert len(found.copies) == 4
+    console = Console(file=io.StringIO(), width=100)
+    console.print(Shown(rates_table(found)))
+    shown = console.file.getvalue()  # type: ignore[attr-defined]
+    for text in (
+        "NVIDIA L4",
+        "TFLOP/s",
+        "16 channels",
+        "a tile",
+        "pinned, to the GPU",
+        "pageable, to the host",
+        "disk",
+    ):
+        assert text in shown
+
+
+@pytest.mark.usefixtures("profile", "small_gpu")
+def test_a_host_s_calls_and_tiles_are_what_plans_count(monkeypatch):
+    """Steps that take what their plans predict give back the two numbers that these were predicted by."""
+    known: dict[str, Any] = {"seconds_per_operator": 30e-6, "seconds_per_tile": 2e-3}
+    plans = []
+
+    class Known(FakeGpu):
+        def machine(self, say=None):
+            free = Gpu(flops_per_second=1e18, few_channels_flops_per_second=1e18, memory_bytes_per_second=1e18)
+            return dataclasses.replace(free, **known)
+
+    def compiled(*given, **settings):
+        engine = gg.compile(*given, **settings)
+        plan = engine.plan
+
+        def kept(*inputs):
+            plans.append(plan(*inputs))
+            return plans[-1]
+
+        monkeypatch.setattr(engine, "plan", kept)
+        return engine
+
+    monkeypatch.setattr(calibration, "compile", compiled)
+    monkeypatch.setattr(calibration, "fastest", lambda work, clock: plans[-1].modelled_seconds)
+    assert calibration._host_rates(Known("cpu")) == pytest.approx(known, rel=1e-3)
+    assert len(plans) == 2
+
+
+def test_a_device_without_a_profile_is_refused(profile, tmp_path):
+    class Other(FakeGpu):
+        def machine(self, say=None):
+            return Machine()
+
+    with pytest.raises(ConfigError, match="processor"):
+        calibrate(device=Other("cpu"), scratch=tmp_path, size_bytes=SIZE)
+    assert not profile.parent.exists()
+
+
+@pytest.mark.cuda
+def test_a_real_gpu_is_measured_in_half_a_minute(profile, tmp_path):
+    found = calibrate(device="cuda", scratch=tmp_path)
+    assert found.seconds < 30
+    assert isinstance(found.machine, Gpu)
+    assert found.machine.card == torch.cuda.get_device_name()
+    rates = found.machine.rates
+    assert 1e10 < rates["memory_bytes_per_second"] < 2e13
+    assert 1e11 < rates["few_channels_flops_per_second"] < 1.5 * rates["flops_per_second"] < 1e15
+    assert 1e-6 < rates["seconds_per_operator"] < 1e-3
+    assert rates["seconds_per_tile"] < 0.1
+    assert found.copies["pinned, to the GPU"] > 0.8 * found.copies["pageable, to the GPU"]
 
 
 def test_slower_rates_make_longer_plans(profile):
@@ -68,6 +174,15 @@ def test_the_command(profile, monkeypatch, tmp_path, capsys):
     assert main(["calibrate", "--scratch", str(tmp_path)]) == 0
     assert f"saved in {profile}" in " ".join(capsys.readouterr().out.split())
     assert profile.is_file()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
+def test_the_command_for_a_gpu_that_is_not_here_is_one_line(profile, tmp_path, capsys):
+    assert main(["calibrate", "--device", "cuda", "--scratch", str(tmp_path)]) == 2
+    error = capsys.readouterr().err
+    assert "PyTorch finds no CUDA device here" in error
+    assert error.count("\n") == 1
+    assert not profile.parent.exists()
 
 
 def test_a_scratch_folder_that_is_missing_is_one_line(profile, tmp_path, capsys):

@@ -104,6 +104,31 @@ def test_going_back_and_forth_captures_each_state_once(traced):
     assert len(traced) == 2
 
 
+def test_modes_of_one_graph_are_captured_once_each(traced):
+    """Dropout of 0 reads the mode, and does nothing in either."""
+    model = nn.Sequential(Model(), nn.Dropout(0.0))
+    engine = gg.compile(model, mse, tile=(8, 8))
+    for _ in range(3):
+        engine.plan(IMAGE, TARGET)
+        model.eval()
+        engine.plan(IMAGE, TARGET)
+        model.train()
+    assert len(traced) == 2
+
+
+def test_a_model_that_counts_leaves_room_for_other_graphs(traced):
+    model = Model()
+    engine = gg.compile(model, mse, tile=(8, 8))
+    engine.plan(IMAGE, TARGET)
+    model.scale = 2.0
+    for number in range(6):
+        model.note = number
+        engine.plan(IMAGE, TARGET)
+    model.scale, model.note = 1.0, None
+    engine.plan(IMAGE, TARGET)
+    assert len(traced) == 7
+
+
 def test_an_annealed_number_keeps_the_tiles():
     model = Model()
     engine = gg.compile(model, mse, memory="2 GiB")

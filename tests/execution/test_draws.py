@@ -144,7 +144,7 @@ def test_what_draws_nothing_takes_nothing_from_pytorchs_generator():
 def test_operators_that_draw_are_known_by_their_tags():
     class Many(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
-            flat = F.dropout(x.flatten(), 0.5)
+            flat = F.dropout(x.flatten(1), 0.5)
             return flat * torch.rand_like(flat) + flat.sort().values
 
     engine = gg.compile(Many(), lambda o, t: o.square().mean() + t.sum())

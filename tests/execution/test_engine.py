@@ -84,8 +84,8 @@ def test_calls_that_make_no_sense(engine, net, pair):
         engine.forward(pair.image, pair.target, out="never.tif")
     with pytest.raises(ImageError, match="does not exist"):
         engine.backward("missing.svs", pair.target)
-    with pytest.raises(ImageError, match="batch axis"):
-        engine.backward(torch.rand(2, 2, 9, 9), pair.target)
+    with pytest.raises(TargetError, match="target of a bag is a label"):
+        engine.backward(torch.rand(2, 2, 9, 9), gg.open_image(pair.target[0].numpy()))
     with pytest.raises(CaptureError):
         engine.backward(torch.rand(5, 23, 31).double(), pair.target)
 

@@ -57,7 +57,7 @@ ERRORS = [KeyboardInterrupt(), MemoryError(), OSError(5, "Input/output error"), 
 
 
 PLACES = [
-    (Source, "read", 2),
+    (Source, "view", 2),
     (TileProgram, "run", 5),
     (Buffers, "allocate", 2),
     (Buffers, "release", 2),
@@ -276,7 +276,7 @@ def test_a_stream_that_its_own_reading_thread_collects_leaves_nothing(watched, m
     """Garbage is collected in whatever thread makes some. It must not wait for itself."""
     holder = SimpleNamespace(stream=gg.compile(nn.Conv2d(3, 1, 3), tile=(8, 8)).stream(watched.pair[0]))
     holder.itself = holder
-    read, begun, dropped, collected = Source.read, [], threading.Event(), threading.Event()
+    read, begun, dropped, collected = Source.view, [], threading.Event(), threading.Event()
 
     def reading(self, box):
         begun.append(box)
@@ -287,7 +287,7 @@ def test_a_stream_that_its_own_reading_thread_collects_leaves_nothing(watched, m
         return read(self, box)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Source, "read", reading)
+        patch.setattr(Source, "view", reading)
         gc.disable()
         try:
             for _ in range(4):  # two more are read ahead

@@ -68,7 +68,7 @@ def undisturbed(run: RankRun, counted: Counted) -> tuple[str, int]:
 @pytest.mark.parametrize("net_seed", range(2))
 def test_cut_off_anywhere_by_any_number_of_ranks(net_seed, counted, tmp_path):
     case = make_case(net_seed)
-    run = prepared_for(case.model, case.loss, case.image, case.target, tile=case.tile)
+    run = prepared_for(case.model, case.loss, case.image, case.target, tile=case.tile, journal=tmp_path)
     expected, total = undisturbed(run, counted)
     draw = torch.Generator().manual_seed(net_seed)
     for count in (1, 2, 5):
@@ -88,7 +88,7 @@ def test_cut_off_anywhere_by_any_number_of_ranks(net_seed, counted, tmp_path):
 
 def test_what_was_finished_is_not_computed_again(counted, tmp_path):
     image, target = torch.rand(3, 128, 48), (torch.rand(1, 128, 48) > 0.5).float()
-    run = prepared_for(Net(), dice, image, target, tile=(8, 48))
+    run = prepared_for(Net(), dice, image, target, tile=(8, 48), journal=tmp_path)
     expected, total = undisturbed(run, counted)
     for cut in range(1, total, 29):
         assert again(run, counted, tmp_path, 1, cut) == []
@@ -99,7 +99,7 @@ def test_what_was_finished_is_not_computed_again(counted, tmp_path):
 def test_other_images_are_not_taken(counted, tmp_path):
     torch.manual_seed(0)
     net, image, target = Net(), torch.rand(3, 64, 48), (torch.rand(1, 64, 48) > 0.5).float()
-    run = prepared_for(net, dice, image, target, tile=(16, 48))
+    run = prepared_for(net, dice, image, target, tile=(16, 48), journal=tmp_path)
     assert again(run, counted, tmp_path, 1, 15) == []  # in its fourth pass
     (folder,) = tmp_path.iterdir()
     assert len([*folder.iterdir()]) >= 12
@@ -115,7 +115,7 @@ def test_damaged_files_other_weights_and_other_draws_are_not_taken(counted, tmp_
     torch.manual_seed(0)
     net = torch.nn.Sequential(Net(), torch.nn.Dropout(0.5))
     image, target = torch.rand(3, 64, 48), (torch.rand(1, 64, 48) > 0.5).float()
-    run = prepared_for(net, dice, image, target, tile=(16, 48))
+    run = prepared_for(net, dice, image, target, tile=(16, 48), journal=tmp_path)
     torch.manual_seed(1)
     expected, total = undisturbed(run, counted)
     torch.manual_seed(1)

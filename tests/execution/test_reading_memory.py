@@ -35,7 +35,7 @@ print(json.dumps({"measured": run.peak_bytes, "predicted": run.predicted_peak_by
 """
 
 
-@pytest.mark.parametrize(("readers", "kind"), [(1, "colour"), (6, "colour"), (6, "grey")])
+@pytest.mark.parametrize(("readers", "kind"), [(1, "colour"), (6, "grey")])
 def test_crops_that_wait_stay_below_the_prediction(tmp_path: Path, readers: int, kind: str) -> None:
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", _ONE_STEP, f"{readers}", kind, f"{tmp_path}"],

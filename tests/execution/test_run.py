@@ -16,7 +16,9 @@ from gigagrad.allowances import HEAP_TOP_BYTES
 from gigagrad.devices import MemoryGuard, device_for, heap
 from gigagrad.devices.cpu import Cpu, HeapGuard
 from gigagrad.events import Preparing, StepMeasured, TileDone
-from gigagrad.execution import probes
+from gigagrad.execution import probes, scalars
+from gigagrad.execution.buffers import Buffers
+from gigagrad.execution.prepared import Prepared
 from gigagrad.execution.probes import Progress
 from gigagrad.execution.run import Run
 from gigagrad.execution.scalars import ScalarGraph
@@ -304,3 +306,49 @@ def test_who_computes_a_tile_writes_what_it_keeps(monkeypatch):
     assert plan.workers == 1 or all(name.startswith("gigagrad-tile") for name in written)
     assert written
     assert loss == pytest.approx(F.mse_loss(model(image[None])[0], target).item(), rel=1e-5)
+
+
+def noted(function, calls):
+    """The function, which notes that it was called."""
+
+    def called(*given, **more):
+        calls.append(function)
+        return function(*given, **more)
+
+    return called
+
+
+def test_later_steps_bind_nothing_anew(monkeypatch):
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 1, 3))
+    image, target = torch.rand(1, 3, 20, 20), torch.rand(1, 1, 16, 16)
+    engine = gg.compile(model, F.mse_loss)
+    engine.in_tiles = True
+    engine.backward(image, target)
+    bound: list[Any] = []
+    for where, name in ((Prepared, "_bind"), (scalars, "_find_order"), (scalars, "plain"), (Buffers, "_find_windows")):
+        made = getattr(where, name)
+        monkeypatch.setattr(where, name, noted(made, bound))
+    engine.backward(image, target)
+    assert not bound
+    assert len(engine.plan(image, target).passes) == 3
+    engine.backward(image[..., :18, :18], target[..., :14, :14])
+    assert {made.__name__ for made in bound} == {"_bind", "_find_order", "plain", "_find_windows"}
+
+
+def test_running_statistics_are_computed_without_autograd(monkeypatch):
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4))
+    recorded: dict[str, set[bool]] = {}
+    evaluated = scalars.evaluated
+
+    def seen(graph, node_id, values, device):
+        found = evaluated(graph, node_id, values, device)
+        recorded.setdefault(graph[node_id].op, set()).add(found.requires_grad)
+        return found
+
+    monkeypatch.setattr(scalars, "evaluated", seen)
+    engine = gg.compile(model, F.mse_loss)
+    engine.in_tiles = True
+    engine.backward(torch.rand(1, 3, 12, 12), torch.rand(1, 4, 10, 10))
+    assert recorded["gigagrad.blended"] == {False}
+    assert recorded["gigagrad.variance"] == {False, True}
+    assert recorded["aten.rsqrt.default"] == {True}

@@ -14,10 +14,11 @@ from PIL import Image as Pillow
 
 import gigagrad as gg
 from gigagrad.boxes import Box
-from gigagrad.errors import ImageError
+from gigagrad.errors import ImageError, TargetError
 from gigagrad.execution.sources import image_source, read_ahead, target_source
 from gigagrad.graphs import InputSpec
 from gigagrad.images import open_image
+from gigagrad.images.bag import ArrayBag
 from gigagrad.threads import SideThreads
 
 
@@ -36,6 +37,39 @@ def test_reading_twice_gives_separate_pixels():
     source = image_source(torch.zeros(1, 4, 4))
     source.read(Box(0, 0, 4, 4)).fill_(7)
     assert not source.read(Box(0, 0, 4, 4)).any()
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.float32, ">u2"])
+@pytest.mark.parametrize("part", [np.s_[:], np.s_[:, ::-1], np.s_[:, :, ::2]])
+@pytest.mark.parametrize("writeable", [False, True])
+def test_the_whole_image_is_what_reading_it_gives(dtype, part, writeable):
+    array = np.arange(2 * 6 * 8).reshape(2, 6, 8).astype(dtype)
+    array.flags.writeable = writeable
+    source = image_source(array[part])
+    whole, read = source.whole(), source.read(Box.whole(*source.spec.shape[-2:]))
+    assert whole.dtype == read.dtype == source.spec.dtype
+    assert torch.equal(whole, read)
+    for box in (Box(1, 1, 3, 4), Box(-2, 1, 3, 9), Box(2, 2, 2, 4), Box(7, 0, 9, 2)):  # in part or all outside, too
+        assert torch.equal(source.view(box), source.read(box))
+
+
+def test_one_field_of_records_is_an_image():
+    records = np.zeros((2, 6, 8), [("a", np.uint8), ("b", np.float32)])
+    records["b"] = np.arange(8)
+    assert torch.equal(image_source(records["b"]).whole()[0, 1, 2], torch.arange(8.0))
+
+
+def test_the_whole_of_an_image_in_memory_is_no_copy():
+    for pixels in (torch.zeros(2, 6, 8), np.zeros((2, 6, 8), np.uint8)):
+        pixels[1, 2, 3] = 1
+        source = image_source(pixels)
+        whole, part = source.whole(), source.view(Box(1, 2, 4, 5))
+        pixels[1, 2, 3] = 5
+        assert whole[0, 1, 2, 3] == part[0, 1, 1, 1] == 5
+        assert source.image is not None
+        source.image.close()
+        with pytest.raises(ImageError, match="closed"):
+            source.whole()
 
 
 IMAGE = image_source(torch.zeros(3, 6, 8))
@@ -68,9 +102,30 @@ def test_masks(target):
     assert target_source(target, IMAGE).spec == InputSpec((1, 1, 6, 8), torch.float32, field=True)
 
 
-def test_a_batch_is_refused():
-    with pytest.raises(ImageError, match=r"batch axis of 1 at most, got shape \(2, 3, 4, 4\)"):
-        image_source(np.zeros((2, 3, 4, 4)))
+@pytest.mark.parametrize("bag", [ArrayBag(np.arange(24.0).reshape(2, 3, 2, 2)), np.arange(24.0).reshape(2, 3, 2, 2)])
+def test_a_batch_is_a_bag(bag):
+    source = image_source(bag)
+    assert source.spec == InputSpec((2, 3, 2, 2), torch.float64, field=True, bag=True)
+    assert source.box == Box.whole(2, 1)
+    second = torch.arange(12.0, 24.0, dtype=torch.float64).reshape(1, 1, 3, 2, 2)
+    assert torch.equal(source.read(Box(1, 0, 2, 1)), second)
+    assert source.whole().shape == (2, 3, 2, 2)
+
+
+def test_what_is_read_to_be_written_to_is_no_ones_else():
+    patches = torch.zeros(2, 1, 2, 2)
+    image_source(patches).whole(own=True).add_(1)
+    assert not patches.any()
+
+
+def test_the_target_of_a_bag_is_a_label():
+    bag = image_source(np.zeros((2, 3, 4, 4)))
+    assert not target_source(torch.zeros(4, 4), bag).spec.field
+    assert not target_source(np.zeros((1, 4, 4)), bag).spec.field
+    with pytest.raises(TargetError, match="the target of a bag is a label"):
+        target_source(open_image(np.zeros((1, 4, 4))), bag)
+    with pytest.raises(TargetError, match="no bag of patches"):
+        target_source(ArrayBag(np.zeros((2, 1, 4, 4))), IMAGE)
 
 
 def test_only_what_was_opened_here_is_closed():

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import copy
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 import gigagrad as gg
+from gigagrad.boxes import Box
 from gigagrad.devices.cpu import Cpu
 from gigagrad.errors import BudgetError
 from gigagrad.events import Event, Notice, StepMeasured, TileDone
-from gigagrad.execution.whole import WholeRun
+from gigagrad.execution.whole import Copies, WholeRun
 
 
 def conv(inputs: int, outputs: int) -> nn.Conv2d:
@@ -263,6 +265,65 @@ def test_what_takes_more_than_predicted_is_computed_in_tiles(monkeypatch):
         torch.testing.assert_close(buffer, other, rtol=1e-12, atol=0)
     assert engine.in_tiles
     assert ["more memory than was predicted" in event.text for event in heard if isinstance(event, Notice)] == [True]
+
+
+WRITTEN = [
+    torch.tensor([float("nan"), -0.0, float("inf"), 1.5]),
+    torch.arange(6.0).reshape(2, 3).T,
+    torch.zeros(0, 3),
+    nn.Parameter(torch.tensor(2.5)),
+    torch.tensor(2**53 + 1),
+    torch.tensor([True, False]),
+    torch.zeros(0, dtype=torch.bool),
+    torch.tensor([1 - 2j]).conj(),
+    torch.tensor([255, 0], dtype=torch.uint8),
+]
+
+
+@pytest.mark.parametrize("written", [WRITTEN, *([one] for one in WRITTEN), []])
+def test_what_was_written_is_as_before(written):
+    tensors = [one.detach().clone().requires_grad_(one.requires_grad) for one in written]
+    expected = [one.detach().resolve_conj().contiguous().numpy().tobytes() for one in tensors]
+    copies = Copies(tensors)
+    with torch.no_grad():
+        for one in tensors:
+            one.fill_(1)
+    copies.restore()
+    assert [one.detach().resolve_conj().contiguous().numpy().tobytes() for one in tensors] == expected
+    assert [one.requires_grad for one in tensors] == [one.requires_grad for one in written]
+
+
+def last_channels(pixels):
+    return pixels[None].to(memory_format=torch.channels_last)
+
+
+def pixels_of(image):
+    pixels = image.view(Box.whole(image.height, image.width))
+    return (torch.from_numpy(pixels.copy()) if isinstance(pixels, np.ndarray) else pixels.clone())[None]
+
+
+@pytest.mark.parametrize(
+    "make", [torch.clone, last_channels, torch.Tensor.numpy, lambda t: t.numpy()[:, ::-1], gg.open_image]
+)
+def test_a_device_of_its_own_gets_an_image_of_its_own(make, monkeypatch):
+    """Made in one copy, of the caller's own memory."""
+    monkeypatch.setattr(Cpu, "is_host", False)
+    model, (pixels, target), given, reads = normed(), pair(), list[torch.Tensor](), list[object]()
+    model.register_forward_pre_hook(lambda module, inputs: given.append(inputs[0]))
+    image = make(pixels)
+    opened = gg.open_image(image[0] if make is last_channels else image)
+    monkeypatch.setattr(type(opened), "_read_inside", lambda *box: reads.append(box))
+    seen = pixels_of(opened)
+    plain = copy.deepcopy(model)
+    engine = gg.compile(model, F.mse_loss)
+    assert engine.plan(image, target).whole
+    given.clear()
+    value = engine.backward(image, target)
+    assert torch.equal(given[0], seen)
+    given[0].zero_()
+    assert torch.equal(pixels_of(opened), seen)
+    assert not reads
+    torch.testing.assert_close(value, F.mse_loss(plain(seen), target[None]).detach())
 
 
 def test_a_step_inside_inference_mode_still_learns():

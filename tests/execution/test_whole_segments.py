@@ -124,7 +124,10 @@ def test_values_that_nothing_reads_any_more_are_given_back():
 
 def problem_of(graph: Graph, budget: int | None) -> Problem:
     held = (Amount(estimate.PROCESS, MIB),)
-    machine = dataclasses.replace(Machine.typical_gpu(), flops_per_second=1e11)  # so slow that tiles are of use
+    # Of a device where tiles take long and calls do, too.
+    machine = Machine(
+        flops_per_second=1e11, cached_bytes_per_second=2e12, memory_bytes_per_second=1e12, seconds_per_operator=150e-6
+    )
     whole = graph.whole.get(True)  # on a device whose allocator keeps what is freed, where new blocks cost nothing
     return Problem(
         graph=graph, backward=True, machine=machine, device="cuda", budget_bytes=budget, held=held, whole=whole
@@ -204,7 +207,7 @@ def test_the_choice_is_part_of_an_engine_s_state():
 
 def test_recipes_of_the_exactness_suite():
     rng, seen = random.Random(5), 0
-    while seen < 5:
+    while seen < 2:
         recipe = networks.draw_recipe(rng.randint)
         if recipe is None or recipe.steps > 1:
             continue

@@ -179,8 +179,9 @@ def test_disk_full(refused, words, line, room, said, leaves):
 def test_standard_output_without_room():
     """In a process of its own, as it is the process's own output that fails."""
     with open("/dev/full", "w") as full:
+        words = ["plan", "--model", "paper-unet", "--size", "320x320"]
         done = subprocess.run(
-            [sys.executable, "-c", "from gigagrad.cli import main; raise SystemExit(main(['doctor']))"],
+            [sys.executable, "-c", f"from gigagrad.cli import main; raise SystemExit(main({words}))"],
             stdout=full,
             stderr=subprocess.PIPE,
             text=True,

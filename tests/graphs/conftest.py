@@ -13,7 +13,8 @@ from torch import Tensor
 from gigagrad.boxes import Span
 from gigagrad.graphs import Call, Node, Ref, Site, lookup, operators
 from gigagrad.graphs.builder import Builder
-from gigagrad.graphs.graph import fill, references, substitute
+from gigagrad.graphs.crops import batched
+from gigagrad.graphs.graph import EACH, fill, references, substitute
 
 
 class Bench:
@@ -26,17 +27,20 @@ class Bench:
     def field(self, value: Tensor) -> Ref:
         return self._source("image", value, field=True)
 
+    def bag(self, value: Tensor) -> Ref:
+        return self._source("image", value, field=True, bag=True)
+
     def weight(self, value: Tensor) -> Ref:
         return self._source("parameter", value, field=False)
 
     def constant(self, value: Tensor) -> Ref:
         return self._source("buffer", value, field=False)
 
-    def _source(self, op: str, value: Tensor, *, field: bool) -> Ref:
+    def _source(self, op: str, value: Tensor, *, field: bool, bag: bool = False) -> Ref:
         floating = value.dtype.is_floating_point and op != "buffer"
         shape = tuple(value.shape)
         ref = self.builder.source(
-            op, f"{op}{len(self.values)}", shape, value.dtype, field=field, differentiable=floating
+            op, f"{op}{len(self.values)}", shape, value.dtype, field=field, differentiable=floating, bag=bag
         )
         self.values[ref.id] = value.detach().requires_grad_(floating)
         return ref
@@ -44,10 +48,14 @@ class Bench:
     def aten(self, op: str, *args: Any, **kwargs: Any) -> Ref:
         return self.call(f"aten.{op}", operators.bind(f"aten.{op}", args, kwargs))
 
+    def aten_each(self, op: str, *args: Any) -> Ref:
+        return self.call(f"{EACH}aten.{op}", operators.bind(f"aten.{op}", args, {}))
+
     def call(self, op: str, arguments: dict[str, Any]) -> Ref:
-        ref = self.builder.call(op, arguments)
+        made = self.builder.call(op, arguments)
+        ref: Ref = made[0] if isinstance(made, list) else made
         known = {name: substitute(value, self.values) for name, value in arguments.items()}
-        self.values[ref.id] = operators.call(op, known).detach()
+        self.values[ref.id] = first(operators.call(op, known)).detach()
         return ref
 
     def node(self, ref: Ref) -> Node:
@@ -75,21 +83,16 @@ class Bench:
             if operand.is_field and span is None:
                 crops.append(None)
                 continue
-            crop = leaf
             for axis in (0, 1) if operand.is_field else ():
-                assert operand.axes is not None
                 assert not span[axis].empty  # type: ignore[index]
                 assert span[axis].within(Span(0, operand.size(axis)))  # type: ignore[index]
-                crop = crop.narrow(operand.axes[axis], span[axis].start, span[axis].length)  # type: ignore[index]
-            crops.append(crop)
+            crops.append(cropped(leaf, operand, span) if operand.is_field else leaf)  # type: ignore[arg-type]
 
         def arguments(values: list[Any]) -> dict[str, Any]:
             remaining = iter(values)
             return {name: fill(value, remaining) for name, value in node.arguments.items()}
 
-        expected = operators.call(node.op, arguments(plain))
-        for axis in (0, 1):
-            expected = expected.narrow(node.axes[axis], out[axis].start, out[axis].length)  # type: ignore[index]
+        expected = cropped(first(operators.call(node.op, arguments(plain))), node, out)
         with torch.no_grad():
             elsewhere = rule.bind(call, _alike(call, Site(out, spans)))(crops)
         got = rule.bind(call, Site(out, spans))(crops)
@@ -108,6 +111,20 @@ class Bench:
             for a, b in zip(given, wanted, strict=True):
                 torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
         return spans
+
+
+def first(result: Any) -> Tensor:
+    """The first of an operator's outputs."""
+    output: Tensor = result[0] if isinstance(result, tuple) else result
+    return output
+
+
+def cropped(value: Tensor, node: Node, spans: tuple[Span, Span]) -> Tensor:
+    """The part of a whole field on these spans, as operators take it."""
+    value = value.reshape(node.stored_shape)
+    for axis, span in zip(node.stored_axes, spans, strict=True):
+        value = value.narrow(axis, span.start, span.length)
+    return batched(value, node)
 
 
 def _alike(call: Call, site: Site) -> Site:

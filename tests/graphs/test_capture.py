@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from gigagrad.errors import CaptureError, UnsupportedOperatorError
-from gigagrad.graphs import InputSpec, capture
+from gigagrad.graphs import InputSpec, LossModule, capture
 
 IMAGE = InputSpec((1, 2, 9, 8), torch.float32, field=True)
 TARGET = InputSpec((1, 3, 9, 8), torch.float32, field=True)
@@ -30,6 +30,21 @@ class Net(nn.Module):
 
 def mean_product(output, target):
     return (output * target).mean()
+
+
+def test_tensors_go_by_each_of_their_names():
+    model = nn.Sequential(nn.Conv2d(2, 2, 1), nn.BatchNorm2d(2), nn.Module())
+    model.again, model[2].weight = model[0], model[0].weight
+    model[2].register_parameter("none", None)
+    model[2].register_buffer("nothing", None)
+    model.register_module("absent", None)
+    module = LossModule(model, nn.BCEWithLogitsLoss(pos_weight=torch.ones(1)))
+    found = module.named_tensors()
+    named = module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False)
+    expected = {name: tensor for tensors in named for name, tensor in tensors}
+    assert found.keys() == expected.keys()
+    assert {"model.again.bias", "model.2.weight", "model.1.running_mean", "loss.pos_weight"} <= found.keys()
+    assert all(found[name] is expected[name] for name in expected)
 
 
 def test_shapes_are_the_whole_images_and_no_memory_is_used():

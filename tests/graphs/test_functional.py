@@ -73,8 +73,26 @@ def cast_to_itself(self, x):
     return self.conv(x.to(x.dtype))
 
 
-AS_IT_IS = (norm_twice, in_place_twice, flattened, counted_and_read, cast)
-AGAIN = (shared, of_two_dtypes, decomposed, dropped, cast_to_itself)
+def cast_and_written(self, x):
+    y = self.conv(x)
+    same = y.to(y.dtype)
+    y.mul_(2)
+    return same + y
+
+
+def never_dropped(self, x):
+    return F.dropout(self.conv(x), 0.0) + F.dropout(x, 0.5, training=False)
+
+
+def split(self, x):
+    return self.conv(x).unflatten(1, (2, 1)).sum(2)
+
+
+AS_IT_IS = (
+    *(norm_twice, in_place_twice, flattened, counted_and_read, cast),
+    *(dropped, never_dropped, cast_to_itself, split),
+)
+AGAIN = (shared, of_two_dtypes, decomposed, cast_and_written)
 
 
 @pytest.mark.parametrize("training", [True, False])

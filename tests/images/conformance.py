@@ -107,6 +107,22 @@ class ReaderConformance(ABC):
         assert pixels.dtype == image.dtype
         np.testing.assert_array_equal(np.asarray(pixels), self.expected(array, box))
 
+    def test_reads_any_squares(self, image: Image, array: np.ndarray) -> None:
+        if not isinstance(image.dtype, np.dtype):
+            pytest.skip("squares are read of arrays")
+
+        @given(
+            st.lists(st.tuples(st.integers(-60, WIDTH + 9), st.integers(-60, HEIGHT + 9)), max_size=5),
+            st.integers(1, 60),
+        )
+        def check(corners: list[tuple[int, int]], side: int) -> None:
+            squares = image.read_squares(corners, side)
+            assert (squares.shape, squares.dtype) == ((len(corners), self.channels, side, side), image.dtype)
+            for square, (x, y) in zip(squares, corners, strict=True):
+                np.testing.assert_array_equal(square, self.expected(array, Box(y, x, y + side, x + side)))
+
+        check()
+
     def test_pixels_belong_to_the_caller(self, image: Image, array: np.ndarray) -> None:
         for box in (ALL, Box(3, 4, 30, 40), Box(-2, -2, 20, 20)):
             image.read(box)[...] = 1
@@ -126,6 +142,9 @@ class ReaderConformance(ABC):
         image.close()
         with pytest.raises(ImageError, match="closed"):
             image.read(Box(0, 0, 1, 1))
+        if isinstance(image.dtype, np.dtype):
+            with pytest.raises(ImageError, match="closed"):
+                image.read_squares([(0, 0)], 1)
 
     @pytest.mark.parametrize("level", [-1, 9])
     def test_a_missing_level_is_named(self, source: Any, level: int) -> None:

@@ -53,6 +53,20 @@ def test_drops_what_was_used_longest_ago() -> None:
     assert decoded == ["a", "b", "c", "d", "b"]
 
 
+def test_tiles_that_are_not_wanted_again_leave_early_where_they_are_bounded() -> None:
+    cache = TileCache(100, settled_bytes=20)
+    for key in range(5):
+        cache.get(key, lambda _: tile(10))
+    for key in (3, 1, 0):
+        cache.settle(key)
+    cache.settle(9)  # was never held
+    assert cache.held_bytes == held_bytes(cache, range(5)) == 40
+    assert held_bytes(cache, range(3, 4)) == 0
+    cache.get(1, tile)  # wanted after all
+    cache.settle(2)
+    assert cache.held_bytes == 40
+
+
 def test_many_threads_share_it() -> None:
     cache = TileCache(1000)
     with ThreadPoolExecutor(8) as pool:

@@ -18,7 +18,7 @@ from gigagrad.images import make_cohort
 from gigagrad.training import fit
 
 folder = Path(sys.argv[1])
-make_cohort(folder / "cohort", 4, height=2000, width=3000)
+make_cohort(folder / "cohort", 3, height=2000, width=3000)
 rows = [line.split(",") for line in (folder / "cohort" / "cohort.csv").read_text().splitlines()]
 (folder / "cohort" / "recipe.csv").write_text("\\n".join(",".join((slide, split)) for slide, _, split in rows) + "\\n")
 fit({"slides": str(folder / "cohort" / "recipe.csv"), "out": str(folder / "run"), "memory": "900 MiB", "epochs": 1})

@@ -1,6 +1,7 @@
 """The tile shape: what fits, what is refused, what is forced."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch.nn.functional as F
@@ -11,8 +12,10 @@ from torch import nn
 from gigagrad.devices import Machine
 from gigagrad.errors import BudgetError
 from gigagrad.plans import Grid, estimate, make_plan, split_segments
+from gigagrad.plans.fit import Fitter
 from gigagrad.plans.geometry import lattice
 from gigagrad.plans.plan import amount_of
+from gigagrad.stores import DiskTier, MemoryTier
 from tests.plans.networks import graph_of as colour_graph_of
 from tests.plans.networks import kept_at_best, plan_of, problem_of, residual
 
@@ -196,3 +199,27 @@ def test_the_smallest_budget_of_several_ranks_counts_their_messages(ranks):
     assert plan.ranks is not None
     assert plan.ranks.message_bytes > 2**25
     assert plan.predicted_peak_bytes <= smallest
+
+
+def test_of_all_ways_to_evict_the_best_alone_is_settled_exactly(monkeypatch):
+    graph = colour_graph_of(residual(6, 16), size=512)
+    free = plan_of(graph)
+    rough: list[bool] = []
+    settled: list[object] = []
+    fit, settle = Fitter._fit, Fitter._settle
+
+    def fitted(*given, roughly, **how):
+        rough.append(roughly)
+        return fit(*given, roughly=roughly, **how)
+
+    def settling(*given):
+        settled.append(given)
+        return settle(*given)
+
+    monkeypatch.setattr(Fitter, "_fit", fitted)
+    monkeypatch.setattr(Fitter, "_settle", settling)
+    problem = problem_of(graph, int(0.4 * free.predicted_peak_bytes), rooms={"disk": 2**40})
+    plan = make_plan(replace(problem, tiers=(MemoryTier(), DiskTier(Path(), 2**40))))
+    assert {field.tier for field in plan.kept} == {"memory", "disk"}
+    assert sum(rough) > 12
+    assert len(settled) <= 4

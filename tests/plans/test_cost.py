@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from gigagrad.devices import Machine
+from gigagrad.devices.machine import Gpu
 from gigagrad.plans import split_segments
 from gigagrad.plans.cost import Costs, tile_shapes
 from tests.plans.networks import graph_of as colour_graph_of
@@ -41,6 +42,19 @@ def test_dearer_calls_make_larger_tiles(unet):
     cheap = plan_of(unet, machine=Machine(seconds_per_operator=0.0))
     dear = plan_of(unet, machine=Machine(seconds_per_operator=10.0))
     assert dear.tile_count == 1 <= cheap.tile_count
+
+
+def test_every_tile_takes_the_host_of_a_gpu_its_time(gate):
+    """And a pass some calls; operators themselves take none here."""
+    fast = Gpu(flops_per_second=1e30, memory_bytes_per_second=1e30, seconds_per_operator=0.0, seconds_per_tile=0.5)
+    plan = plan_of(gate, machine=fast, tiles=((16, 16),))
+    assert plan.tile_count > len(plan.passes)
+    assert plan.predicted_seconds == pytest.approx(0.5 * plan.tile_count)
+
+
+def test_tiles_that_are_dear_on_a_gpu_are_large(unet):
+    free, dear = (plan_of(unet, machine=Gpu(seconds_per_tile=seconds)) for seconds in (0.0, 10.0))
+    assert dear.tile_count == len(dear.passes) <= free.tile_count
 
 
 def test_what_is_no_field_is_moved_for_every_tile(graph_of):

@@ -4,11 +4,13 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
+import torch
+import torch.nn.functional as F
 from scipy.optimize import Bounds, LinearConstraint, milp
 from torch import nn
 
-from gigagrad.graphs import GATHER
-from gigagrad.plans import split_segments
+from gigagrad.graphs import GATHER, InputSpec, capture
+from gigagrad.plans import Problem, make_plan, split_segments
 from gigagrad.plans.cuts import Cuts
 from gigagrad.plans.segments import gathered, is_read, levels
 from tests.plans.networks import Ladder, chain_of, graph_of, kept_at_best, residual
@@ -151,3 +153,24 @@ def test_the_chain_is_solved_as_well_as_by_an_integer_program(model, most):
     ratios = [selection.seconds / exact.seconds(selection.nbytes) for selection in found]
     assert len(ratios) > 3
     assert all(0.999 < ratio < most + 0.001 for ratio in ratios), ratios
+
+
+def test_a_deep_encoder_of_patches_is_cut_behind_its_end():
+    """Further away than pieces are long: else it would be computed for the weights, and again for their sum."""
+
+    class Pooled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.Sequential(*(nn.Linear(64, 64) for _ in range(24)), nn.Linear(64, 4))
+            self.scores, self.head = nn.Linear(4, 1), nn.Linear(4, 2)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            features = self.layers(x.flatten(1))
+            return self.head(self.scores(features).softmax(0).T @ features)
+
+    bag = InputSpec((500, 1, 8, 8), torch.float32, field=True, bag=True)
+    graph = capture(Pooled(), F.cross_entropy, bag, InputSpec((1,), torch.int64, field=False))
+    plan = make_plan(Problem(graph=graph, backward=True, budget_bytes=8 * 2**20))
+    assert len(plan.segments) > 1
+    computing = [sum(i in segment.fields for segment in plan.computed) for i in range(len(graph.nodes))]
+    assert max(computing) == 1

@@ -12,6 +12,7 @@ from torch import nn
 
 from gigagrad.allowances import ROWS_AT_ONCE
 from gigagrad.devices import Machine
+from gigagrad.devices.machine import Gpu
 from gigagrad.errors import BudgetError
 from gigagrad.plans import Grid, estimate, make_plan
 from gigagrad.plans.cost import Costs
@@ -20,6 +21,7 @@ from gigagrad.plans.fit import _fastest_within
 from gigagrad.plans.memory import compiled_convolutions
 from gigagrad.plans.plan import amount_of
 from gigagrad.plans.segments import split_segments
+from gigagrad.plans.whole import whole_plan
 from gigagrad.stores import DiskTier, HostTier, MemoryTier
 from gigagrad.stores.disk import Bricks
 from tests.plans.networks import MIB, Ladder, graph_of, kept_at_best, plan_of, problem_of, residual
@@ -52,6 +54,14 @@ def test_a_prediction_counts_the_convolutions_of_the_tiles_chosen(tile):
     assert cold.predicted_peak_bytes - warm.predicted_peak_bytes == compiled * 5000
     assert amount_of(cold.memory_at_peak, estimate.COMPILED) == compiled * 5000
     assert little.predicted_peak_bytes - warm.predicted_peak_bytes == 5000
+
+
+def test_no_tensor_on_a_gpu_has_more_numbers_than_its_kernels_count():
+    graph = graph_of(nn.Sequential(nn.Conv2d(3, 64, 3, padding=1), nn.ReLU(), nn.Conv2d(64, 1, 1)), size=8192)
+    plans = {one: make_plan(problem_of(graph, machine=Gpu(), device=one)) for one in ("cuda", "cpu")}
+    assert max(math.prod(segment.tile) for segment in plans["cuda"].segments) * 64 < 2**31
+    assert whole_plan(problem_of(graph, device="cuda", whole=graph.whole[True]), "contiguous") is None
+    assert whole_plan(problem_of(graph, whole=graph.whole[True]), "contiguous") is not None
 
 
 @pytest.mark.parametrize("tile", [(1024, 1024), (700, 1024), (16, 16)])

@@ -23,7 +23,7 @@ cohort_scores = importlib.import_module("gigagrad.prediction.cohort_scores")
 def cohort(tmp_path):
     """Five slides, and a mask of each; the labels are of patients of two slides."""
     random = np.random.default_rng(0)
-    lines, labelled = ["slide,mask"], ["slide,label,bag"]
+    lines, labelled = ["slide,mask"], ["slide,label,case"]
     for number in range(5):
         pixels = random.integers(0, 51 * (number + 1), (3, 48, 64), np.uint8)
         tifffile.imwrite(tmp_path / f"s{number}.tif", pixels.transpose(1, 2, 0), tile=(16, 16), photometric="rgb")

@@ -44,7 +44,7 @@ def write_cohort(folder, count):
     """Slides of one size whose files differ in theirs; a name has a space, and two slides are of one patient."""
     folder.mkdir()
     random = np.random.default_rng(0)
-    lines = ["slide,label,bag"]
+    lines = ["slide,label,case"]
     for number in range(count):
         pixels = random.integers(0, 256, (48, 64, 3), np.uint8)
         pixels[: 5 * number] = 20 * number
@@ -137,8 +137,8 @@ def test_tables_of_scores_are_of_all_shares(config, tmp_path, monkeypatch):
     predict(config("apart", share="1/2"))
     files = files_of(tmp_path / "apart")
     assert files == files_of(tmp_path / "alone")
-    assert {"slides.csv", "bags.csv", "predictions.json"} < set(files)
-    assert len(files["bags.csv"].splitlines()) == 1 + 4
+    assert {"slides.csv", "cases.csv", "predictions.json"} < set(files)
+    assert len(files["cases.csv"].splitlines()) == 1 + 4
 
 
 def test_one_at_work_on_the_slides_is_left_to_it(config, tmp_path):

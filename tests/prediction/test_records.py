@@ -64,6 +64,12 @@ def test_records_of_three_outputs_and_one_format_are_read(tmp_path):
     assert read.files == {"mask": "masks/a.tif", "geojson": "geojson/a.geojson", "overlay": "overlays/a.png"}
 
 
+def test_a_case_is_read_by_its_earlier_name(tmp_path):
+    path = tmp_path / "predictions.json"
+    path.write_text(summary([result(case="p1")]).replace('"case"', '"bag"'))
+    assert read_records(tmp_path)["a"].case == "p1"
+
+
 @pytest.mark.parametrize("text", ["[]", '{"slides": {"a": 1}}', '{"slides": 3}', "[" * 5000])
 def test_what_is_no_record_is_one_line(tmp_path, text):
     (tmp_path / "predictions.json").write_text(text)

@@ -6,8 +6,10 @@ import subprocess
 import sys
 
 import pytest
+import torch
 from rich.console import Console
 
+from gigagrad.devices import machine
 from gigagrad.reports import doctor
 from gigagrad.reports.doctor import Check, diagnose, doctor_table
 
@@ -23,7 +25,7 @@ def test_a_broken_installation_is_a_finding(monkeypatch, tmp_path):
     def broken(_):
         raise ImportError("libopenjp2.so: cannot open shared object file\nmore")
 
-    monkeypatch.setitem(doctor.CHECKS, "Codecs", broken)
+    monkeypatch.setattr(doctor, "CHECKS", {"Codecs": broken})
     (check,) = (check for check in diagnose(tmp_path) if check.name == "Codecs")
     assert check.status == "failed"
     assert check.detail == "ImportError: libopenjp2.so: cannot open shared object file"
@@ -54,10 +56,37 @@ def test_huge_pages(monkeypatch, tmp_path, modes, asked, status, text):
         file.write_text(f"{modes}\n")
     monkeypatch.setattr(doctor, "_HUGE_PAGES", file)
     monkeypatch.setenv("THP_MEM_ALLOC_ENABLE", asked)
-    (check,) = (check for check in diagnose(tmp_path) if check.name == "Huge pages")
+    monkeypatch.setattr(doctor, "CHECKS", {"Huge pages": doctor.CHECKS["Huge pages"]})
+    monkeypatch.setattr(doctor, "OPTIONAL", {})
+    (check,) = diagnose(tmp_path)
     assert check.status == status
     assert text in check.detail
     assert bool(check.remedy) == (status == "warning")
+
+
+def test_a_gpu_says_whether_its_rates_are_measured(monkeypatch, tmp_path):
+    path = tmp_path / "gpu.json"
+    monkeypatch.setattr(machine, "profile_path", lambda card: path if card == "NVIDIA L4" else tmp_path / "none")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (20 << 30, 24 << 30))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA L4")
+
+    monkeypatch.setattr(doctor, "CHECKS", {"CUDA": doctor.CHECKS["CUDA"]})
+    monkeypatch.setattr(doctor, "OPTIONAL", {})
+
+    def found():
+        (check,) = diagnose(tmp_path)
+        return check
+
+    before = found()
+    assert (before.status, before.remedy) == ("ok", "gigagrad calibrate --device cuda")
+    assert "NVIDIA L4, 20 GiB free of 24 GiB" in before.detail
+    assert "not calibrated" in before.detail
+    machine.write_profile(path, machine.Gpu.typical("NVIDIA L4"))
+    assert (found().status, found().remedy) == ("ok", "")
+    assert str(path) in found().detail
+    path.write_text("{")
+    assert (found().status, found().remedy) == ("warning", "gigagrad calibrate --device cuda")
 
 
 def test_importing_the_package_asks_for_huge_pages_unless_told_otherwise():
@@ -86,7 +115,7 @@ def test_the_table_shows_everything_as_it_is(status):
         assert text in shown
 
 
-@pytest.mark.parametrize("module", ["timm", "segmentation_models_pytorch", "torchmetrics"])
+@pytest.mark.parametrize("module", ["segmentation_models_pytorch", "torchmetrics"])
 def test_what_works_here_is_said_to_work(module):
     """In a process of its own: nothing has prepared torchvision there."""
     code = (

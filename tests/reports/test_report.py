@@ -159,6 +159,26 @@ def measured(value, low=0.25):
     return {"value": value, "low": low, "high": None if low is None else 1.0}
 
 
+def test_attention_of_bags_and_the_patches_with_most_of_it(run, tmp_path):
+    folder = tmp_path / "bags"
+    (folder / "attention" / "p").mkdir(parents=True)
+    for name in ("s0", "patches"):
+        Pillow.fromarray(np.full((40, 60, 3), 200, np.uint8)).save(folder / "attention" / "p" / f"{name}.png")
+    Pillow.fromarray(np.zeros((8, 8, 3), np.uint8)).save(tmp_path / "secret.png")
+    (folder / "attention" / "p" / "linked.png").symlink_to(tmp_path / "secret.png")
+    entries = [
+        {"name": "p", "status": "done", "patches": 1234, "files": {"attention": "attention/p"}},
+        {"name": "outside", "status": "done", "patches": 1, "files": {"attention": ".."}},
+    ]
+    (folder / "predictions.json").write_text(json.dumps({"format": 1, "slides": entries}))
+    text, _ = page_of(write_report(run, tmp_path / "report.html", predictions_dir=folder))
+    assert "attention in s0, 1,234 patches" in text
+    assert "most and least attention, 1,234 patches" in text
+    assert text.count("data:image/webp") == 2
+    assert "upper half by their attention" in text
+    assert "Outlines of" not in text
+
+
 def test_scores_of_slides_with_their_intervals(run, tmp_path):
     evaluation = {
         "slides": {

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from types import SimpleNamespace
 
 import psutil
 import pytest
+import torch
 
 from gigagrad.allowances import FREE_SHARE
+from gigagrad.boxes import Box
+from gigagrad.devices import Machine
 from gigagrad.errors import StoreError
-from gigagrad.stores import DiskTier, HostTier, MemoryTier, PlannedDiskTier
+from gigagrad.stores import DiskTier, FieldSpec, HostTier, MemoryTier, PlannedDiskTier
 from gigagrad.stores.store import least_room
 from tests.stores.test_own_tier import Bucket
 
@@ -60,6 +64,25 @@ def test_memory_of_the_host_is_shared_unless_each_was_given_some(monkeypatch):
     assert shared is not None
     assert shared[1] == HostTier().room_bytes() == int(1000 * FREE_SHARE)
     assert HostTier(5000).shared_room() is None
+
+
+def test_fields_in_host_memory_lie_where_those_of_the_last_step_did(monkeypatch):
+    tier, field = HostTier(), FieldSpec("field", (1, 1, 2048, 1024), torch.float32, (-2, -1))
+    free = tier.room_bytes()
+    store = tier.open(field.nbytes, Machine()).open_store(field)
+    store.write(Box.whole(2048, 1024), torch.ones(field.shape))
+    at = store.read(Box.whole(2048, 1024)).data_ptr()
+    store.retire()
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=0))
+    assert tier.room_bytes() == field.nbytes < free
+    again = tier.open(field.nbytes, Machine()).open_store(field)
+    assert again.read(Box.whole(2048, 1024)).data_ptr() == at
+    assert not again.read(Box.whole(2048, 1024)).any()
+    again.retire()
+    half = dataclasses.replace(field, shape=(1, 1, 1024, 1024))
+    other = tier.open(half.nbytes, Machine()).open_store(half)
+    assert tier.room_bytes() == 0, "nothing of another plan is held"
+    other.retire()
 
 
 def test_what_is_planned_for_without_being_here_is_shared_by_nobody():

@@ -27,17 +27,17 @@ class Scorer(nn.Module):
         return self.head(self.drop(torch.tanh(self.norm(self.conv(x)))).mean((2, 3)))
 
 
-BAGS = (1, 2, 1, 3)
+CASES = (1, 2, 1, 3)
 
 
 @pytest.fixture
 def slides() -> list[list[Tensor]]:
     generator = torch.Generator().manual_seed(3)
-    return [[torch.rand(2, 9, 11, dtype=torch.float64, generator=generator) for _ in range(count)] for count in BAGS]
+    return [[torch.rand(2, 9, 11, dtype=torch.float64, generator=generator) for _ in range(count)] for count in CASES]
 
 
 def opened(slides: list[list[Tensor]]) -> list[list[partial[nullcontext]]]:
-    return [[partial(nullcontext, (open_image(slide), torch.empty(0))) for slide in bag] for bag in slides]
+    return [[partial(nullcontext, (open_image(slide), torch.empty(0))) for slide in case] for case in slides]
 
 
 @pytest.mark.parametrize(
@@ -51,7 +51,7 @@ def test_the_gradient_is_that_of_all_slides_at_once(slides, loss, outputs, targe
     torch.manual_seed(0)
     model = Scorer(outputs).double().train()
     whole = copy.deepcopy(model)
-    pooled = torch.cat([torch.cat([whole(slide[None]) for slide in bag]).mean(0, keepdim=True) for bag in slides])
+    pooled = torch.cat([torch.cat([whole(slide[None]) for slide in case]).mean(0, keepdim=True) for case in slides])
     value = loss(pooled, torch.tensor(targets))
     value.backward()
     group = Group(model, loss, tile=(4, 5))
@@ -79,7 +79,7 @@ def test_both_passes_draw_the_same_random_numbers(slides, monkeypatch) -> None:
     monkeypatch.setattr(
         group.engine, "backward", lambda slide, weight: again.append((weight, float(pull(slide, weight))))
     )
-    group.backward(opened(slides), [torch.ones(1, 1, dtype=torch.float64)] * len(BAGS))
+    group.backward(opened(slides), [torch.ones(1, 1, dtype=torch.float64)] * len(CASES))
     values = [float(output.detach()) for output in outputs]
     assert len(set(values)) > 3
     assert [float(w) * value for (w, _), value in zip(again, values, strict=True)] == pytest.approx(

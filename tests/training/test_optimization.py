@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from gigagrad.errors import ConfigError, ModelError
+from gigagrad.models.mil import BagNetwork, MeanPool
 from gigagrad.training import FitConfig
 from gigagrad.training.learner import AveragedWeights, freeze, make_optimizer, rate_share, set_rates
 
@@ -85,6 +86,33 @@ def test_frozen_and_slow_parameters() -> None:
     }
     set_rates(optimizer, replace(config, schedule="linear"), 5, 10)
     assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([0.005, 0.1, 0.05])
+
+
+@pytest.mark.parametrize(
+    ("pattern", "numbers"),
+    [
+        ("blocks.[0-2]", "012"),
+        ("blocks.[!4]", "0123"),
+        ("b*.3", "3"),
+        ("blocks", "01234"),
+        ("blocks.?.weight", "01234"),
+    ],
+)
+def test_patterns_match_modules(pattern, numbers) -> None:
+    model = nn.Module()
+    model.blocks = nn.ModuleList(nn.Linear(1, 1, bias=False) for _ in range(5))
+    model.head = nn.Linear(1, 1)
+    assert freeze(replace(CONFIG, frozen=(pattern,)), model) == tuple(f"blocks.{number}.weight" for number in numbers)
+
+
+def test_a_frozen_encoder_is_in_eval_mode_at_once() -> None:
+    model = BagNetwork(nn.Linear(1, 1), MeanPool(1, 1))
+    freeze(replace(CONFIG, frozen=("head",)), model)
+    assert model.encoder.training
+    model.requires_grad_(True)
+    freeze(replace(CONFIG, frozen=("encoder",)), model)
+    assert not model.encoder.training
+    assert model.training
 
 
 @given(st.sampled_from([*FitConfig.CHOICES["schedule"]]), st.integers(0, 20), st.integers(1, 60))

@@ -178,10 +178,10 @@ def test_slides_that_depend_on_each_other_are_refused(model, words):
     gg.compile(Normed().train(), named_loss("bce").function).check_independent(slide, slide[:1])
 
 
-def test_bags_stay_in_one_group():
+def test_cases_stay_in_one_group():
     config = FitConfig(slides="", out="", accumulate=3)
     mesh = Mesh(SingleRank(), type("Three", (SingleRank,), {"count": 3})(), SingleRank())
-    with pytest.raises(ConfigError, match=r"bags and cox .* has 3 groups; give --mesh 1x1"):
+    with pytest.raises(ConfigError, match=r"cases and cox .* has 3 groups; give --mesh 1x1"):
         Learner(config, Normed(), named_loss("bce"), mesh, grouped=True)
 
 

@@ -202,11 +202,11 @@ def test_survival_of_patients(patients, capsys):
     assert evaluate_masks("out", patients, split="test").to_dict() == evaluation.to_dict()
     with open("out/slides.csv", newline="") as file:
         lines = list(csv.DictReader(file))
-    assert [line["bag"] for line in lines if line["name"].startswith("p6")] == ["p6", "p6"]
-    with open("out/bags.csv", newline="") as file:
-        bags = {line["bag"]: line for line in csv.DictReader(file)}
-    assert float(bags["p6"]["risk"]) == pytest.approx(result.scores["p6"], rel=1e-5)
-    assert bags["p6"]["slides"] == "2"
+    assert [line["case"] for line in lines if line["name"].startswith("p6")] == ["p6", "p6"]
+    with open("out/cases.csv", newline="") as file:
+        cases = {line["case"]: line for line in csv.DictReader(file)}
+    assert float(cases["p6"]["risk"]) == pytest.approx(result.scores["p6"], rel=1e-5)
+    assert cases["p6"]["slides"] == "2"
     assert main(["evaluate", "--predictions", "out", "--slides", str(patients)]) == 0
     assert "C-index" in capsys.readouterr().out
 
@@ -233,7 +233,7 @@ def test_classes_of_patients_are_those_of_the_mean_output(patients):
     assert [slide.outputs for slide in again.slides] == [pytest.approx(s.outputs, rel=1e-9) for s in evaluation.slides]
 
 
-def test_what_a_bag_or_a_time_may_not_be(patients, cohort):
+def test_what_a_case_or_a_time_may_not_be(patients, cohort):
     text = patients.read_text()
     patients.write_text(text.replace("p6-1.tif,p6,20,0,test", "p6-1.tif,p6,20,0,val"))
     with pytest.raises(ConfigError, match=r"lines 10 and 11: slides of p6 have the splits test and val"):
@@ -253,7 +253,7 @@ def test_what_a_bag_or_a_time_may_not_be(patients, cohort):
         fit(replace(config_of(cohort("normal", "tumour"), "One", "cox"), accumulate=2))
 
 
-def test_a_run_of_bags_goes_on_bit_for_bit(patients):
+def test_a_run_of_cases_goes_on_bit_for_bit(patients):
     config = replace(config_of(patients, "One", "cox"), accumulate=2, epochs=3, checkpoint_seconds=0)
     fit(config)
     _, whole = load_model("run", TRUST)

@@ -77,7 +77,7 @@ def test_losses_can_be_captured_without_values(name, channels):
 
 def test_a_loss_of_the_users_own_is_found_and_an_unknown_one_refused():
     assert named_loss("torch.nn.functional:l1_loss").function is F.l1_loss
-    with pytest.raises(ConfigError, match="use bce, bce_dice, ce, cox, dice, focal, mse, tversky or package"):
+    with pytest.raises(ConfigError, match="use bce, bce_dice, ce, clam, cox, dice, focal, mse, tversky or package"):
         named_loss("dice2")
     with pytest.raises(ModelError, match="has no 'l3_loss'"):
         named_loss("torch.nn.functional:l3_loss")

@@ -25,7 +25,7 @@ from tests.images.test_georeference import make
 def cohort(folder, *lines, pixels=None):
     for name in ("a.tif", "b.tif"):
         values = np.zeros((9, 9, 3), np.uint8) if pixels is None else pixels
-        tifffile.imwrite(folder / name, values, photometric="rgb" if pixels is None else "minisblack")
+        tifffile.imwrite(folder / name, values, photometric="rgb" if values.shape[2:] == (3,) else "minisblack")
     ring = [[0, 0], [9, 0], [9, 9], [0, 0]]
     features = [
         {
@@ -166,6 +166,27 @@ def test_every_setting_is_described():
         "default": 20,
     }
     assert rules["properties"]["clip"]["type"] == ["number", "null"]
+
+
+@pytest.mark.parametrize(
+    ("side", "column", "proposed"),
+    [
+        (
+            896,
+            "label",
+            {"model": "mil:encoder=timm:resnet18&classes=2", "loss": "ce", "patch_size": 224, "patch_mpp": None},
+        ),
+        (895, "label", {"model": "timm:resnet18?num_classes=2", "loss": "ce"}),
+        (896, "mask", {"loss": "bce_dice"}),
+    ],
+)
+def test_labels_of_large_slides_are_learned_from_their_patches(tmp_path, side, column, proposed):
+    values = {"label": ("0", "1"), "mask": ("a.tif", "b.tif")}[column]
+    lines = [f"{name}.tif,{value},train" for name, value in zip("ab", values, strict=True)]
+    path = cohort(tmp_path, f"slide,{column},split", *lines, pixels=np.zeros((side, side, 3), np.uint8))
+    settings = yaml.safe_load(write_template(tmp_path / "run.yaml", path).read_text())
+    assert settings | proposed == settings
+    assert ("patch_size" in settings) == ("patch_size" in proposed)
 
 
 def test_the_documented_settings_are_those_there_are():

@@ -51,6 +51,7 @@ def label(args: argparse.Namespace) -> None:
 def plan(args: argparse.Namespace) -> None:
     import numpy as np
 
+    from gigagrad.devices.machine import Gpu
     from gigagrad.execution import compile
     from gigagrad.losses import named_loss
     from gigagrad.models import resolve
@@ -79,11 +80,15 @@ def plan(args: argparse.Namespace) -> None:
         device=device,
     )
     # One pixel, seen everywhere: a plan asks for the shape and the dtype of images, not for their memory.
-    slide = np.broadcast_to(np.uint8(255), (args.channels, *args.size))
-    labels = output_channels(model, slide.shape) if loss is not None and loss.binary else 1
-    target = None if loss is None else np.broadcast_to(np.uint8(0), (labels, *args.size))
-    rates = "by typical rates of a GPU, as there is none here" if device != args.device else ""
-    rates = f"by the rates in {args.rates.name}" if args.rates is not None else rates
+    shape, bag = (args.channels, *args.size), () if args.patches is None else (args.patches,)
+    slide = np.broadcast_to(np.uint8(255), (*bag, *shape))
+    labels = output_channels(model, shape) if loss is not None and loss.binary else 1
+    label = np.zeros((1, labels), np.float32) if loss is not None and loss.binary else np.zeros(1, np.int64)
+    dense = np.broadcast_to(np.uint8(0), (labels, *args.size))
+    target = None if loss is None else label if bag else dense
+    rates = "" if args.rates is None else f"by the rates in {args.rates.name}"
+    if args.rates is not None and isinstance(machine, Gpu):
+        rates += f", measured on {machine.card}"
     with _progress(quiet=args.json) as listener:
         engine.events.subscribe(listener)
         made = engine.plan(slide, target, machine=machine)
@@ -117,26 +122,41 @@ def _link(args: argparse.Namespace) -> Link:
 def _planned_for(args: argparse.Namespace) -> tuple[str | Device, Machine | None]:
     """Return the device that is planned for, and its machine where that is not this one.
 
-    Raises `ConfigError` for the rates of a processor with a GPU, and for a GPU that is not here and of which nobody
-    says how much memory it has.
+    Raises `ConfigError` for flags of processors with a GPU and the other way round, and for a GPU that need not be here
+    and of which nobody says how much memory it has.
     """
-    import torch
-
+    if args.device == "cuda":
+        return _planned_gpu(args)
+    if args.card is not None:
+        raise ConfigError(f"--card names a GPU, got {args.card!r} with --device {args.device}; add --device cuda")
     if args.rates is None and args.threads is None:
-        if args.device != "cuda" or torch.cuda.is_available():
-            return args.device, None
-        from gigagrad.devices.cuda import PlannedCuda
-
-        if args.memory is None:
-            raise ConfigError("there is no GPU here to ask; give what yours may use of its memory, e.g. --memory 40GiB")
-        gpu = PlannedCuda()
-        return gpu, gpu.machine()
-    if args.device != "cpu":
-        raise ConfigError(f"--rates and --threads are of processors, got --device {args.device}; leave them out")
+        return args.device, None
     from gigagrad.devices import Machine, device_for
 
     machine = device_for(args.device).machine() if args.rates is None else Machine.from_profile(args.rates)
     return args.device, machine if args.threads is None else dataclasses.replace(machine, threads=args.threads)
+
+
+def _planned_gpu(args: argparse.Namespace) -> tuple[str | Device, Machine | None]:
+    import torch
+
+    from gigagrad.devices.cuda import PlannedCuda
+    from gigagrad.devices.machine import Gpu
+
+    if args.threads is not None:
+        raise ConfigError(f"--threads are of processors, got --device {args.device}; leave them out")
+    if args.rates is not None and args.card is not None:
+        raise ConfigError(f"got --rates {args.rates} and --card {args.card}, expected one of both; leave one out")
+    if args.rates is None and args.card is None and torch.cuda.is_available():
+        return args.device, None
+    if args.memory is None:
+        why = "a card of --rates or --card is not asked" if torch.cuda.is_available() else "there is no GPU here to ask"
+        raise ConfigError(f"{why}; give what yours may use of its memory, e.g. --memory 40GiB")
+    if args.rates is not None:
+        machine = Gpu.from_profile(args.rates)
+    else:
+        machine = Gpu.typical("") if args.card is None else Gpu.listed(args.card)
+    return PlannedCuda(machine), machine
 
 
 def init(args: argparse.Namespace) -> None:
@@ -206,6 +226,15 @@ def predict(args: argparse.Namespace) -> None:
         raise ConfigError(f"{failed[0].name}: {failed[0].error}{more}")
 
 
+def embed(args: argparse.Namespace) -> None:
+    from gigagrad import prediction
+
+    with _progress() as listener:
+        config = prediction.EmbedConfig.from_dict({**_given(args), "share": _share(args, listener)})
+        results = prediction.embed(config, (listener,))
+    print(f"{len(results)} of {len(results)} slides are in {config.folder}")
+
+
 def evaluate(args: argparse.Namespace) -> None:
     from gigagrad.prediction.cohort_scores import evaluate_masks, evaluate_model
     from gigagrad.reports.tables import Shown, evaluation_tables
@@ -222,7 +251,7 @@ def evaluate(args: argparse.Namespace) -> None:
         if args.predictions is not None:
             evaluation = evaluate_masks(args.predictions, args.slides, **settings)
         else:
-            settings |= {name: getattr(args, name) for name in ("memory", "scratch", "device", "trust")}
+            settings |= {name: getattr(args, name) for name in ("memory", "scratch", "device", "trust", "coords")}
             evaluation = evaluate_model(args.run, args.slides, **settings)
     if evaluation is None:  # which was told
         return
@@ -260,12 +289,31 @@ def report(args: argparse.Namespace) -> None:
     print(write_report(args.run, args.out, predictions_dir=args.predictions))
 
 
+def view(args: argparse.Namespace) -> None:
+    from gigagrad.view import view as show
+
+    show(
+        args.sources,
+        masks=args.mask,
+        predictions=args.predictions,
+        model=args.model,
+        classes=args.classes,
+        trust=args.trust,
+        memory=args.memory,
+        device=args.device,
+        host=args.host,
+        port=args.port,
+        browser=args.browser,
+        tell=lambda line: print(line, flush=True),
+    )
+
+
 def calibrate(args: argparse.Namespace) -> None:
     from gigagrad.execution.calibration import calibrate as measure
     from gigagrad.reports.tables import Shown, rates_table
 
     with _progress() as listener:
-        calibration = measure(scratch=args.scratch, listeners=(listener,))
+        calibration = measure(device=args.device, scratch=args.scratch, listeners=(listener,))
     _show(Shown(rates_table(calibration)))
     print(f"saved in {calibration.path}")
 

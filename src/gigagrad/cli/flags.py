@@ -42,7 +42,8 @@ cohort.csv has one line per slide, for example (an empty mask: the tissue recipe
     slides/c.svs,annotations/c.geojson,test
 
 Masks are images of class ids, QuPath's GeoJSON or ASAP's XML.
-MODEL is paper-unet, timm:NAME, smp:NAME?key=value, monai:NAME?key=value or package.module:callable.
+MODEL is paper-unet, timm:NAME, smp:NAME?key=value, monai:NAME?key=value or package.module:callable; of all patches of
+a slide (fit --patch-size 224), with one label for each slide, mil:encoder=timm:NAME&head=abmil&classes=2.
 Exit codes: 0 done, 2 something you can mend (one line says what), 130 interrupted (the same command continues).
 """
 
@@ -182,12 +183,13 @@ COMMANDS: Final[dict[str, tuple[str, str, Mapping[str, str | dict[str, Any]]]]] 
         "show what a training step would cost, without a slide",
         "Captures the model at the true size, chooses tiles within the budget, and prints its segments, the placement "
         "of each field, where memory and time go, the smallest budget that works, and what more memory or scratch "
-        "would buy. For another machine name its --memory, --scratch-bytes, --rates and --threads, or --device cuda "
-        "and the memory of a GPU, which need not be here; for many of them --ranks.",
+        "would buy. For another machine name its --memory, --scratch-bytes, --rates and --threads, or --device cuda, "
+        "the memory of a GPU, which need not be here, and its --rates or --card; for many of them --ranks.",
         {
             "--model": _flag(_MODEL, required=True),
             "--size": _flag("in pixels, e.g. 16000x64000", type=_size, metavar="HEIGHTxWIDTH", required=True),
             "--channels": _flag("of the slide (default: 3)", type=_positive, default=3),
+            "--patches": _flag("in a bag, of --size each, with one label (default: an image)", type=_positive),
             "--memory": {},
             "--scratch": {},
             "--scratch-bytes": _flag(
@@ -196,9 +198,13 @@ COMMANDS: Final[dict[str, tuple[str, str, Mapping[str, str | dict[str, Any]]]]] 
                 metavar="SIZE",
             ),
             "--rates": _flag(
-                "plan by the rates, and for the threads, of the machine on which 'calibrate' saved this file",
+                "plan by the rates, and for the threads, of the machine on which 'calibrate' saved this file; with "
+                "--device cuda those of its GPU, by 'calibrate --device cuda'",
                 type=Path,
                 metavar="FILE",
+            ),
+            "--card": _flag(
+                "with --device cuda, plan by typical rates of this GPU, e.g. 'RTX 4090' or H100", metavar="NAME"
             ),
             "--threads": _flag(
                 "plan for so many threads that compute tiles (default: those of --rates, else of this machine)",
@@ -242,12 +248,14 @@ COMMANDS: Final[dict[str, tuple[str, str, Mapping[str, str | dict[str, Any]]]]] 
     ),
     "fit": (
         "train a network on whole slides",
-        "One step per slide, or per several, with exact gradients; keeps the weights of the lowest validation loss and "
-        "tests them. Interrupted and started again, it continues bit for bit. Processes that torchrun starts train one "
-        "network, each within --memory (see docs/training-over-ranks.md).",
+        "One step per slide, or per several, with exact gradients, of whole slides or, with --patch-size, of all their "
+        "patches; keeps the weights of the lowest validation loss and tests them. Interrupted and started again, it "
+        "continues bit for bit. Processes that torchrun starts train one network, each within --memory (see "
+        "docs/training-over-ranks.md).",
         {
             "--slides": _flag(
-                "cohort: slide,mask,split per line, or a folder: images/ and masks/, or nnU-Net's (required)",
+                "cohort: slide,mask,split per line (or label for mask), or a folder: images/ and masks/, or nnU-Net's "
+                "(required)",
                 required=False,
                 metavar="CSV",
             ),
@@ -265,8 +273,8 @@ COMMANDS: Final[dict[str, tuple[str, str, Mapping[str, str | dict[str, Any]]]]] 
     "predict": (
         "write a mask, QuPath outlines and a picture of every slide",
         "Whole slides without seams: DIR/masks/STEM.tif, DIR/geojson/STEM.geojson and DIR/overlays/STEM.png, or other "
-        "--outputs. A model that scores whole slides gives DIR/slides.csv. Slides that are finished are left alone, "
-        "and one that fails does not stop the others.",
+        "--outputs. A model that scores whole slides, or all their patches, gives DIR/slides.csv. Slides that are "
+        "finished are left alone, and one that fails does not stop the others.",
         {
             "--run": {},
             "--slides": _flag("files, folders, or CSVs with a 'slide'", metavar="SLIDE", nargs="+"),
@@ -274,6 +282,22 @@ COMMANDS: Final[dict[str, tuple[str, str, Mapping[str, str | dict[str, Any]]]]] 
             "--classes": "names of the classes from 1 on, or NAME=ID; default: those of the training run",
             "--grey": "read slides in grey, one channel; default: as the training run did",
             "--bands": "channels of slides to read, by name or number; default: those of the training run",
+        },
+    ),
+    "embed": (
+        "write the features of all patches of every slide, as TRIDENT does",
+        "Patches on tissue go through a frozen encoder: DIR/20x_224px_0px_overlap/features_NAME/SLIDE.h5 has features "
+        "(N, D) and coords (N, 2). Slides that are finished are left alone, and one that fails does not stop the "
+        "others.",
+        {
+            "--slides": _flag("files, folders, or CSVs with a 'slide'", metavar="SLIDE", nargs="+"),
+            "--encoder": _flag(
+                "what makes a vector of each patch, as timm:resnet18?pretrained=true; without its classifier",
+                required=True,
+                metavar="MODEL",
+            ),
+            "--out": "folder for the features",
+            "--mpp": "micrometres per pixel of the patches (default: 0.5)",
         },
     ),
     "evaluate": (
@@ -288,6 +312,11 @@ COMMANDS: Final[dict[str, tuple[str, str, Mapping[str, str | dict[str, Any]]]]] 
                 "which rows (default: test; all where no row has a split)", choices=("train", "val", "test", "all")
             ),
             "--classes": "names of the classes from 1 on, or NAME=ID; default: those of the run or predictions",
+            "--coords": _flag(
+                "folder with the corners of the patches of each slide; default: those of the run",
+                type=Path,
+                metavar="DIR",
+            ),
             "--memory": {},
             "--scratch": {},
             "--device": {},
@@ -338,11 +367,46 @@ COMMANDS: Final[dict[str, tuple[str, str, Mapping[str, str | dict[str, Any]]]]] 
             "--out": _flag("file to write", metavar="HTML"),
         },
     ),
+    "view": (
+        "look at slides, masks, predictions and runs in a web page",
+        "Deep zoom over every format that is read, with what lies over it, and the curves of a run while it goes on. "
+        "Prints the page's address, which holds a secret token and answers this machine alone, until Ctrl-C.",
+        {
+            "sources": _flag(
+                "slides, folders of them, CSVs, and folders that 'fit' or 'predict' wrote",
+                nargs="+",
+                type=Path,
+                metavar="SOURCE",
+            ),
+            "--mask": _flag(
+                "masks or annotations of the slide; of several slides folders with a file for each",
+                nargs="+",
+                type=Path,
+                default=[],
+                metavar="PATH",
+            ),
+            "--predictions": "folder that 'predict' wrote, or a mask or probabilities of the one slide",
+            "--model": _flag("run or saved model that predicts what is in view", type=Path, metavar="RUN"),
+            "--classes": {},
+            "--memory": {},
+            "--device": {},
+            "--trust": {},
+            "--port": _flag("where the page is served (default: one that is free)", type=int, default=0, metavar="N"),
+            "--host": _flag(
+                "address to listen at (default: 127.0.0.1, which only this machine reaches)", default="127.0.0.1"
+            ),
+            "--no-browser": _flag("print the address only", action="store_false", dest="browser", default=True),
+        },
+    ),
     "calibrate": (
         "measure this machine's rates once, so that plans foretell seconds better",
-        "Times operators, threads, copies in memory and the disk, and saves the rates in the user's cache folder. "
-        "Takes less than a minute; let nothing else run meanwhile.",
-        {"--scratch": _flag("folder whose disk is measured (default: this one)", default=Path())},
+        "Times operators, threads, copies in memory and the disk, and saves the rates in the user's cache folder; with "
+        "--device cuda those of the GPU, of what the processor does for it, and of copies between both, saved for this "
+        "card. Takes less than a minute; let nothing else run meanwhile.",
+        {
+            "--device": "what is measured (default: cpu)",
+            "--scratch": _flag("folder whose disk is measured (default: this one)", default=Path()),
+        },
     ),
     "doctor": (
         "check this machine and installation",
@@ -354,7 +418,11 @@ COMMANDS: Final[dict[str, tuple[str, str, Mapping[str, str | dict[str, Any]]]]] 
 by the function in `commands` of the same name.
 """
 
-SETTINGS: Final = {"fit": "gigagrad.config.fit:FitConfig", "predict": "gigagrad.config.predict:PredictConfig"}
+SETTINGS: Final = {
+    "fit": "gigagrad.config.fit:FitConfig",
+    "predict": "gigagrad.config.predict:PredictConfig",
+    "embed": "gigagrad.config.embed:EmbedConfig",
+}
 """Commands that also have a flag for each field of a class of settings (`_flags_of`)."""
 
 

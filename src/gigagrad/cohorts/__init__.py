@@ -1,6 +1,6 @@
 """The slides of a cohort and what is known of each: cohort files, folders, single files."""
 
-from gigagrad.cohorts.cohort import Cohort, Size, bags_of, check_bags, check_images, class_table, read_cohort
+from gigagrad.cohorts.cohort import Cohort, Size, cases_of, check_cases, check_images, class_table, read_cohort
 from gigagrad.cohorts.rows import SPLITS, Row, Split, folds_of, read_rows, survival_of
 from gigagrad.cohorts.slides import find_slides
 
@@ -10,8 +10,8 @@ __all__ = [
     "Row",
     "Size",
     "Split",
-    "bags_of",
-    "check_bags",
+    "cases_of",
+    "check_cases",
     "check_images",
     "class_table",
     "find_slides",

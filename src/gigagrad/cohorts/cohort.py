@@ -21,6 +21,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from gigagrad.cohorts.patches import Patches, joined
 from gigagrad.cohorts.rows import (
     SPLITS,
     Row,
@@ -71,21 +72,22 @@ class Cohort:
         """Return a digest that changes whenever the rows do; a run is only continued on the cohort it began with."""
         text = "\n".join(
             "|".join(map(str, (r.slide, r.mask, r.label, r.split, r.mpp, *r.further_slides, *r.further_masks)))
-            for r in self.rows
+            for row in self.rows
+            for r in row.members
         )
-        text += "".join(f"\n{r.bag}" for r in self.rows if r.bag is not None)
+        text += "".join(f"\n{r.case}" for row in self.rows for r in row.members if r.case is not None)
         return hashlib.sha256(text.encode(errors="surrogateescape")).hexdigest()
 
     def contents(self, row: Row) -> dict[str, str]:
         """Digest the content of each file of the row, by path: annotations whole, slides and masks as
         `files.content_digest` has it. A run is only continued with the contents it began with.
         """
-        paths = (row.slide, *row.further_slides, *row.masks)
-        return {str(path): content_digest(path, whole=is_annotation_file(path)) for path in paths}
+        return {str(path): content_digest(path, whole=is_annotation_file(path)) for path in row.files}
 
 
-def read_cohort(path: str | Path, fold: int | None = None) -> Cohort:
-    """Read and check a cohort file (`cohorts.rows`) or folder.
+def read_cohort(path: str | Path, fold: int | None = None, patches: Patches | None = None) -> Cohort:
+    """Read and check a cohort file (`cohorts.rows`) or folder. Where slides are read as `patches`, the slides of a case
+    are one row.
 
     The slides are not opened (`check_images` does that). Of a cohort with the column `fold`, the rows of `fold` are
     validated and the others trained on, except those whose split is `test`; of one with split files
@@ -94,6 +96,11 @@ def read_cohort(path: str | Path, fold: int | None = None) -> Cohort:
     path = Path(path)
     if path.is_dir() and is_cohort_folder(path):
         rows, classes = rows_of_folder(path)
+        if patches is not None:
+            raise ConfigError(
+                f"{path} has masks, and patches are read as one bag, which learns from a label of the slide; give a "
+                "cohort file with a column 'label', or leave out --patch-size"
+            )
         _check_names(path, rows)
         return Cohort(path, rows, classes)
     columns, rows = read_rows(path)
@@ -107,17 +114,24 @@ def read_cohort(path: str | Path, fold: int | None = None) -> Cohort:
         )
         raise ConfigError(f"{path} line 1: the column 'split' is missing; {remedy}")
     masks = columns_of("mask", columns)
-    if masks and "label" in columns:
+    if masks and "label" in columns and not (patches is not None and patches.tissue == "mask"):
         raise ConfigError(f"{path} line 1: there is a column 'mask' and a column 'label'; a cohort has one of them")
     for row in rows:
         if row.split is None:
             raise ConfigError(f"{path} line {row.line}: the split is empty; use train, val or test")
         if "label" in columns and row.label is None:
             raise ConfigError(f"{path} line {row.line}: the label is empty")
-    check_bags(path, rows)
+    check_cases(path, rows)
     if not any(row.split == "train" for row in rows):
         raise ConfigError(f"{path} has no row with split 'train'; mark the slides to learn from")
     _check_names(path, rows)
+    if patches is not None:
+        if without := next((row for row in rows if row.label is None), None):
+            raise ConfigError(
+                f"{path} line {without.line}: patches are read as one bag, which learns from a label of the slide, and "
+                "there is none; add a column 'label', or leave out --patch-size to learn from masks of whole slides"
+            )
+        return Cohort(path, joined(rows))
     return Cohort(path, rows, tuple(name for _, _, name in (column.partition(":") for column in masks) if name))
 
 
@@ -166,8 +180,8 @@ def class_table(cohort: Cohort, entries: Sequence[str] = ()) -> ClassTable | Non
 class Size(NamedTuple):
     """Everything that is known of a row before a pixel is read."""
 
-    shape: tuple[int, int, int]
-    """`(C, H, W)` of the slide as it is looked at."""
+    shape: tuple[int, ...]
+    """`(C, H, W)` of the slide as it is looked at; `(N, C, h, w)` of its patches."""
     labels: int
     """Channels of the mask, 1 where there is none."""
     gaps: bool
@@ -246,23 +260,23 @@ def _check_names(path: Path, rows: tuple[Row, ...]) -> None:
             )
 
 
-def bags_of(rows: Iterable[Row]) -> tuple[tuple[Row, ...], ...]:
-    """Return the rows by bag, in the order of their first ones; a row without a bag or a label is one by itself."""
-    bags: dict[object, list[Row]] = {}
+def cases_of(rows: Iterable[Row]) -> tuple[tuple[Row, ...], ...]:
+    """Return the rows by case, in the order of their first ones; a row without a case or a label is one by itself."""
+    cases: dict[object, list[Row]] = {}
     for number, row in enumerate(rows):
-        bags.setdefault(number if row.bag is None or row.label is None else row.bag, []).append(row)
-    return tuple(map(tuple, bags.values()))
+        cases.setdefault(number if row.case is None or row.label is None else row.case, []).append(row)
+    return tuple(map(tuple, cases.values()))
 
 
-def check_bags(path: Path, rows: Iterable[Row]) -> None:
-    """Raise `ConfigError` for a bag whose slides differ in their label or their split."""
-    for first, *others in bags_of(rows):
+def check_cases(path: Path, rows: Iterable[Row]) -> None:
+    """Raise `ConfigError` for a case whose slides differ in their label or their split."""
+    for first, *others in cases_of(rows):
         for other in others:
             for what, one, two in (("label", first.label, other.label), ("split", first.split, other.split)):
                 if one != two:
                     raise ConfigError(
-                        f"{path} lines {first.line} and {other.line}: slides of {first.bag} have the {what}s {one} and "
-                        f"{two}; slides of a bag have one, so correct it, or rename the column to keep them apart"
+                        f"{path} lines {first.line} and {other.line}: slides of {first.case} have the {what}s {one} "
+                        f"and {two}; slides of a case have one, so correct it, or rename the column to keep them apart"
                     )
 
 

@@ -7,7 +7,7 @@
     label   (slide-level targets) a number or a class name; a cohort has masks or labels, not both
     time    (survival, instead of `label`) a number, and
     event   1 where the event came at that time, 0 where there was none until then; or `censored`, the other way round
-    bag     (beside labels) a name that all slides of a patient have in common; their outputs are averaged
+    case    (beside labels) a name that all slides of a patient have in common; their outputs are averaged
     mpp     micrometres per pixel, where the file does not say
     name    what the slide is called in results; default: its file name, with its folder's where two are the same
 
@@ -56,7 +56,7 @@ _ALIASES: Final[dict[str, tuple[str, ...]]] = {
     "time": ("survival_months", "survival_time", "survival_days", "os_time", "os_months", "os_days", "duration"),
     "event": ("event_observed", "os_event", "os_status", "vital_status", "status", "dead"),
     "censored": ("censorship", "censoring"),
-    "bag": ("patient", "patient_id", "case", "case_id"),
+    "case": ("bag", "patient", "patient_id", "case_id"),
     "split": ("set", "subset", "partition"),
     "fold": (),
     "mpp": (),
@@ -94,12 +94,14 @@ class Row:
     called: str | None = None
     """A name beside the file's."""
     fold: int | None = None
-    bag: str | None = None
+    case: str | None = None
     """The name that all slides of one patient share."""
     line: int = field(default=0, compare=False)
     """In the file; 0 for a slide that was named by itself."""
     further_slides: tuple[Path, ...] = ()
     further_masks: tuple[Path, ...] = ()
+    of_case: tuple[Row, ...] = ()
+    """The slides of a case that is one bag (`patches.joined`), this one first."""
 
     @property
     def name(self) -> str:
@@ -112,6 +114,16 @@ class Row:
     def masks(self) -> tuple[Path, ...]:
         """Return one for each label; none where the tissue recipe makes it."""
         return () if self.mask is None else (self.mask, *self.further_masks)
+
+    @property
+    def members(self) -> tuple[Row, ...]:
+        """Return the rows of all slides that are read together: of a case that is one bag, else this one."""
+        return self.of_case or (self,)
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        """Return the slide's files and its masks."""
+        return tuple(path for part in self.members for path in (part.slide, *part.further_slides, *part.masks))
 
     def open(self, level: int = 0, mpp: float | None = None) -> Image:
         """Open the slide and its further images as one; `mpp`, of level 0, is over all else. Raises `ImageError`."""
@@ -263,7 +275,7 @@ def _row(path: Path, line: int, cells: Mapping[str | None, object]) -> Row:
         mpp=mpp,
         split=_split(where, values.get("split", "")),
         label=values.get("label") or survival_label(where, values),
-        bag=values.get("bag") or None,
+        case=values.get("case") or None,
         called=called,
         fold=int(number_in(where, "fold", values["fold"])) if values.get("fold") else None,
         line=line,

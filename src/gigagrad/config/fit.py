@@ -18,10 +18,12 @@ import psutil
 import yaml
 
 from gigagrad.cohorts import Cohort, class_table, folds_of, read_cohort, read_rows, survival_of
+from gigagrad.cohorts.patches import TISSUE, Patches
 from gigagrad.config import Settings, described, read_yaml
 from gigagrad.errors import ConfigError, WriteError
 from gigagrad.files import write_text
 from gigagrad.images import InputView
+from gigagrad.images.pixels import Array
 from gigagrad.images.thumbnails import full_range, range_shown, samples
 
 
@@ -32,11 +34,12 @@ class FitConfig(Settings):
     Attributes:
         slides: the cohort file or folder (see `cohorts`).
         out: the run folder; made if missing.
-        model: `paper-unet`, `timm:NAME`, `smp:NAME?key=value`, `monai:NAME?key=value` or `package.module:callable`.
+        model: `paper-unet`, `timm:NAME`, `smp:NAME?key=value`, `monai:NAME?key=value`, `package.module:callable` or, of
+            patches, `mil:encoder=timm:NAME&head=abmil&classes=2`.
         weights: what the network begins with: `.pt`, `.pth`, `.safetensors`, a run, a model's folder; other heads are
             left out.
-        loss: `bce`, `bce_dice`, `ce`, `cox`, `dice`, `focal`, `mse`, `tversky` or `package.module:callable`, with
-            settings as in `tversky?false_negatives=0.8`; several are added up, with factors: `ce + 0.5*mine:dice`.
+        loss: `bce`, `bce_dice`, `ce`, `clam`, `cox`, `dice`, `focal`, `mse`, `tversky` or `package.module:callable`,
+            with settings as in `tversky?false_negatives=0.8`; several are added up, with factors: `ce + 0.5*mine:dice`.
         class_weights: of each class in the loss, background first, or `balanced`: the inverse of its share of the
             training masks' pixels, or of the training labels, scaled to a mean of 1.
         classes: class ids by name, or by value in mask files, as `masks.ClassTable.parse` takes them; in YAML, a
@@ -44,7 +47,7 @@ class FitConfig(Settings):
         fold: the one to validate, of a cohort with a column `fold` or with split files.
         memory: the budget, like `"2 GiB"`; None lets the engine choose.
         scratch: an existing folder for what does not fit in `memory`; None: it is computed again.
-        storage: how training steps store the fields they keep, as `gigagrad.compile` has it; None: bit for bit.
+        storage: how training steps store the activations they save, as `gigagrad.compile` has it; None: bit for bit.
         device: `"cpu"` or `"cuda"`.
         epochs: passes over the training slides.
         learning_rate: the highest, after the warm-up.
@@ -52,7 +55,7 @@ class FitConfig(Settings):
         weight_decay: of the optimizer.
         schedule: of the learning rate over all steps: `constant`, `cosine` or `linear`.
         warmup: steps in which the learning rate rises in a line.
-        frozen: modules or parameters that are not trained: `network.encoder`, `*.bias`.
+        frozen: modules or parameters that are not trained: `network.encoder.blocks.[0-5]`, `*.bias`.
         rates: factors of the learning rate, as `network.encoder=0.1`; of several patterns the first counts.
         accumulate: slides whose mean gradient makes a step.
         clip: largest 2-norm of a step's gradient over all parameters; larger ones are scaled down to it.
@@ -66,9 +69,19 @@ class FitConfig(Settings):
         level: pyramid level of slides and masks to train on; 0 is full resolution.
         grey: read slides in grey, one channel, as `Image.grey` does; for networks that grey their input anyway.
         bands: channels of slides to read, in this order, by name or counted from 1; none given: all.
+        patch_size: pixels a side of the patches that a slide is read as, for models of bags (`mil:`); 0: whole slides.
+        patch_mpp: micrometres per pixel of the patches; None: level 0 as it is.
+        overlap: of patches beside each other, in their pixels.
+        tissue: `auto` takes patches on tissue, by our own recipe; `mask` those on the mask in a column of this name;
+            `all` takes every patch.
+        least_tissue: share of a patch that has to be tissue.
+        coords: a folder with the corners of the patches of each slide, in files of TRIDENT, CLAM or CSV, called by the
+            slide; then `overlap` and `tissue` are theirs.
+        features: a folder for the features of patches, which are computed once where the encoder is frozen and patches
+            are not varied; runs may share it; none given: in the run's folder.
         checkpoint_seconds: a checkpoint follows the first step that ends this long after the last one; 0 = every step.
         trackers: programs that get the settings and the numbers of a run: `mlflow`, `tensorboard`, `trackio`, `wandb`.
-        mesh: `DxT`: the slides of a step are shared out to D groups of T ranks, the tiles of a slide to the ranks of a
+        mesh: `DxT`: the slides of a step are divided among D groups of T ranks, the tiles of a slide to the ranks of a
             group; none given: one group of all that were started.
         journal: write down finished parts of steps in the run's folder, so that a killed run goes on behind them.
         shard_optimizer: share the optimizer's state among ranks, each of which steps its part of the parameters.
@@ -107,6 +120,13 @@ class FitConfig(Settings):
     level: int = 0
     grey: bool = False
     bands: tuple[int | str, ...] = ()
+    patch_size: int = 0
+    patch_mpp: float | None = 0.5
+    overlap: int = 0
+    tissue: str = "auto"
+    least_tissue: float = 0.1
+    coords: str | None = None
+    features: str | None = None
     checkpoint_seconds: float = 30.0
     trackers: tuple[str, ...] = ()
     mesh: str | None = None
@@ -114,15 +134,16 @@ class FitConfig(Settings):
     shard_optimizer: bool = False
     rank_timeout: float = 600.0
 
-    PATHS: ClassVar = "slides", "out", "scratch", "weights"
+    PATHS: ClassVar = "slides", "out", "scratch", "weights", "coords", "features"
     CHOICES: ClassVar = {
+        "tissue": TISSUE,
         "schedule": ("constant", "cosine", "linear"),
         "precision": (None, "bfloat16", "float16"),
         "trackers": ("mlflow", "tensorboard", "trackio", "wandb"),
     }
     MAY_CHANGE: ClassVar = (
         *("epochs", "memory", "scratch", "out", "checkpoint_seconds", "patience", "trackers", "mesh", "journal"),
-        *("shard_optimizer", "rank_timeout"),
+        *("shard_optimizer", "rank_timeout", "features"),
     )
     """Between the parts of a run: how long, where and in how much memory, but not what is computed."""
     MAY_DIFFER: ClassVar = "memory", "scratch", "out", "trackers", "checkpoint_seconds", "rank_timeout"
@@ -130,7 +151,8 @@ class FitConfig(Settings):
     LIMITS: ClassVar = {
         **dict.fromkeys(("epochs", "accumulate"), (1, math.inf)),
         **dict.fromkeys(("learning_rate", "weight_decay", "warmup", "clip", "patience", "level"), (0, math.inf)),
-        **dict.fromkeys(("ema", "stain_jitter", "colour_jitter"), (0, 1)),
+        **dict.fromkeys(("patch_size", "overlap"), (0, math.inf)),
+        **dict.fromkeys(("ema", "stain_jitter", "colour_jitter", "least_tissue"), (0, 1)),
         "seed": (0, 2**63 - 1),
         "checkpoint_seconds": (0, math.inf),
         "rank_timeout": (1, 1e6),
@@ -144,6 +166,16 @@ class FitConfig(Settings):
             from gigagrad.stores import parse_storage
 
             parse_storage(self.storage)
+        if self.patches is None and (self.coords is not None or self.overlap):
+            raise ConfigError("coords and overlap are of patches, and slides are read whole; give patch_size, as 224")
+        if self.model.startswith("mil:"):
+            from gigagrad.models.bag_names import BagName
+
+            BagName.parse(self.model)  # what is misspelt comes before what is missing
+        if self.patches is None and self.model.startswith("mil:"):
+            raise ConfigError(f"{self.model} takes patches, and slides are read whole; give patch_size, as 224")
+        if self.patches is not None and self.level:
+            raise ConfigError(f"patches are read at patch_mpp, got level {self.level}; leave it out")
         if self.mesh is not None and not re.fullmatch("[1-9][0-9]*x[1-9][0-9]*", self.mesh):
             raise ConfigError(f"mesh must be groups x ranks of a group, as 2x4, got {self.mesh!r}")
 
@@ -159,6 +191,14 @@ class FitConfig(Settings):
     def input_view(self) -> InputView:
         """Return what the network sees of slides."""
         return InputView(self.grey, self.bands)
+
+    @property
+    def patches(self) -> Patches | None:
+        """Return which patches are read of slides, None where these are read whole."""
+        if not self.patch_size:
+            return None
+        coords = None if self.coords is None else Path(self.coords)
+        return Patches(self.patch_size, self.patch_mpp, self.overlap, self.tissue, self.least_tissue, coords)
 
     @classmethod
     def from_yaml(
@@ -204,6 +244,11 @@ class FitConfig(Settings):
 _WIDTH = 100
 _LOOKED_AT: Final = 3
 """Slides."""
+_PATCH_PX: Final = 224
+"""Side of the patches that are proposed, as encoders take them."""
+_MPP: Final = 0.5
+_FEW: Final = 4
+"""Patches a side from which on a slide is proposed to be read as these."""
 _COMPARED: Final = 8
 """Patients whose risks a step compares with each other."""
 _OF_SCALE: Final = (
@@ -223,8 +268,11 @@ def write_template(path: Path, slides: Path, *, overwrite: bool = False) -> Path
     columns, rows = ((), ()) if slides.is_dir() else read_rows(slides)
     fold = next(iter(folds_of(slides, columns, rows)), None)
     cohort = read_cohort(slides, fold)
-    looked, channels, scale = _look_at(cohort)
-    chosen = _chosen(cohort, slides, path, survival="time" in columns and "label" not in columns)
+    looked, channels, scale, patches = _look_at(cohort)
+    labelled = all(row.label is not None and not row.masks for row in cohort.rows)
+    patches = patches if labelled and channels == 3 and not scale else {}
+    chosen = _chosen(cohort, slides, path, survival="time" in columns and "label" not in columns, bags=bool(patches))
+    chosen |= patches
     if channels != 3:
         chosen["model"] += f"&{'in_chans' if chosen['model'].startswith('timm:') else 'in_channels'}={channels}"
     if scale:
@@ -248,22 +296,27 @@ def write_template(path: Path, slides: Path, *, overwrite: bool = False) -> Path
     return path
 
 
-def _look_at(cohort: Cohort) -> tuple[int, int, list[tuple[float, float]]]:
+def _look_at(cohort: Cohort) -> tuple[int, int, list[tuple[float, float]], dict[str, Any]]:
     """Look at a few slides. Returns how many, how many channels they have, and which values are 0 and 1 in each: of
-    bytes, and where it is what networks take for granted, none.
+    bytes, and where it is what networks take for granted, none. And which patches they may be read as, if they are
+    larger than a few.
     """
-    looked = []
+    looked, sides, known_mpp = list[list[Array]](), list[float](), True
     for row in cohort.rows[:_LOOKED_AT]:
         with cohort.telling(row), row.open() as slide:
             looked.append(samples(slide))
+            sides.append(min(slide.shape[1:]) * (slide.mpp or _MPP) / _MPP)
+            known_mpp = known_mpp and slide.mpp is not None
+    patches = {"patch_size": _PATCH_PX, "patch_mpp": _MPP if known_mpp else None}
     alike = [values for values in looked if len(values) == len(looked[0])]
     channels = [np.concatenate(values) for values in zip(*alike, strict=True)]
     scale = [range_shown(values, values.dtype) for values in channels]
     known = all(pair == full_range(values.dtype) for pair, values in zip(scale, channels, strict=True))
-    return len(alike), len(channels), [] if known or channels[0].dtype.itemsize == 1 else scale
+    scale = [] if known or channels[0].dtype.itemsize == 1 else scale
+    return len(alike), len(channels), scale, patches if min(sides) >= _FEW * _PATCH_PX else {}
 
 
-def _chosen(cohort: Cohort, slides: Path, path: Path, *, survival: bool) -> dict[str, Any]:
+def _chosen(cohort: Cohort, slides: Path, path: Path, *, survival: bool, bags: bool) -> dict[str, Any]:
     table = class_table(cohort)
     labels = [row.label for row in cohort.rows if row.label is not None]
     of_pixel = len(table.regions if table is not None else ()) or len(cohort.rows[0].masks)
@@ -272,7 +325,8 @@ def _chosen(cohort: Cohort, slides: Path, path: Path, *, survival: bool) -> dict
     survival = bool(times) and (survival or any(label.endswith("+") for label in times))
     if labels:
         count = 1 if survival else table.count if table is not None else _classes_in(labels)
-        model, loss = f"timm:resnet18?num_classes={count}", "cox" if survival else "ce" if count > 1 else "mse"
+        model = f"mil:encoder=timm:resnet18&classes={count}" if bags else f"timm:resnet18?num_classes={count}"
+        loss = "cox" if survival else "ce" if count > 1 else "mse"
     elif of_pixel > 1:
         model += f"&classes={of_pixel}"
     elif table is not None and table.count > 2:

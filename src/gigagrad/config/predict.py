@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from gigagrad.cohorts import SPLITS
+from gigagrad.cohorts.patches import TISSUE, Patches
 from gigagrad.config import Settings, read_yaml
 from gigagrad.errors import ConfigError
 from gigagrad.images import InputView
@@ -25,7 +26,8 @@ class PredictConfig(Settings):
         out: output folder; gets a folder for each of `outputs` and `predictions.json`, or, of a model that gives
             scores of whole slides, `slides.csv` and `predictions.json`.
         outputs: what to write of each slide: mask (always), probabilities, geojson (of QuPath), overlay, instances (a
-            CSV of regions), tiatoolbox (its annotation store), labelmap (nnU-Net's ids of regions).
+            CSV of regions), tiatoolbox (its annotation store), labelmap (nnU-Net's ids of regions); of a model of bags
+            attention (of each patch: a pyramid, QuPath's GeoJSON, pictures).
         format: of masks and probabilities: tiff, ome-tiff, cog (of GDAL) or ome-zarr.
         memory: peak memory the process may use, e.g. "1 GiB"; None leaves the choice to the engine.
         scratch: an existing folder for what does not fit in `memory`; None: it is computed again.
@@ -37,6 +39,15 @@ class PredictConfig(Settings):
         level: pyramid level of slides and true masks to predict at; none given: that of the training run.
         grey: read slides in grey, as `Image.grey` does; None does as the training run did.
         bands: channels of slides to read, by name or number, as in training; empty for those of the training run.
+        patch_size: pixels a side of the patches that a slide is read as; this and the next ones are by default the
+            training run's.
+        patch_mpp: micrometres per pixel of the patches.
+        overlap: of patches beside each other, in their pixels.
+        tissue: `auto` takes patches on tissue, by our own recipe; `mask` those on the mask in a CSV's column of
+            this name; `all` takes every patch.
+        least_tissue: share of a patch that has to be tissue.
+        coords: a folder with the corners of the patches of each slide, in files of TRIDENT, CLAM or CSV, called by the
+            slide; then `overlap` and `tissue` are theirs.
         target_mpp: instead of one level for all, predict each slide at the level nearest to this resolution; every
             slide must then have a known one.
         device: "cpu" or "cuda".
@@ -59,6 +70,12 @@ class PredictConfig(Settings):
     level: int | None = None
     grey: bool | None = None
     bands: tuple[int | str, ...] = ()
+    patch_size: int | None = None
+    patch_mpp: float | None = None
+    overlap: int | None = None
+    tissue: str | None = None
+    least_tissue: float | None = None
+    coords: str | Path | None = None
     target_mpp: float | None = None
     device: str = "cpu"
     split: str | None = None
@@ -66,10 +83,16 @@ class PredictConfig(Settings):
     share: str = "1/1"
     overwrite: bool = False
 
-    PATHS: ClassVar = "run", "slides", "out", "scratch"
-    LIMITS: ClassVar = {"level": (0, math.inf)}
+    PATHS: ClassVar = "run", "slides", "out", "scratch", "coords"
+    LIMITS: ClassVar = {
+        "level": (0, math.inf),
+        "patch_size": (1, math.inf),
+        "overlap": (0, math.inf),
+        "least_tissue": (0, 1),
+    }
     CHOICES: ClassVar = {
-        "outputs": ("mask", "probabilities", "geojson", "overlay", "instances", "tiatoolbox", "labelmap"),
+        "outputs": ("mask", "probabilities", "geojson", "overlay", "instances", "tiatoolbox", "labelmap", "attention"),
+        "tissue": (None, *TISSUE),
         "format": ("tiff", "ome-tiff", "cog", "ome-zarr"),
         "split": (None, *SPLITS),
     }
@@ -103,6 +126,33 @@ class PredictConfig(Settings):
         return InputView(grey, bands)
 
     @property
+    def resolved_patches(self) -> Patches | None:
+        """Return which patches are read of slides: those of the settings, else of the run's `config.yaml`; None where
+        slides are read whole. Raises `ConfigError` if that is damaged.
+        """
+        of_run = int(self._of_run("patch_size", 0))
+        size = self.patch_size or of_run
+        chosen = self.overlap, self.tissue, self.least_tissue
+        if not size:
+            if any(value is not None for value in (*chosen, self.patch_mpp, self.coords)):
+                raise ConfigError(f"the model {self.run} reads whole slides; give --patch-size to read patches of them")
+            return None
+        usual = Patches(size)
+        mpp = self.patch_mpp or self._of_run("patch_mpp", None if of_run else usual.mpp, (float, int))
+        names = "overlap", "tissue", "least_tissue"
+        defaults: list[Any] = [getattr(usual, name) for name in names]
+        found: list[Any] = [
+            self._of_run(name, default, (type(default), int)) if given is None else given
+            for given, name, default in zip(chosen, names, defaults, strict=True)
+        ]
+        overlap, tissue, least = found
+        # Who says where there is tissue wants no corners of the training slides'.
+        coords = self.coords or (
+            None if any(each is not None for each in chosen) else self._of_run("coords", None, str)
+        )
+        return Patches(size, mpp, overlap, tissue, least, None if coords is None else Path(coords))
+
+    @property
     def resolved_table(self) -> ClassTable | None:
         """Return the table of `classes`, or the run's; None where neither names any. Raises `ConfigError` as above."""
         entries = self.classes or tuple(map(str, self._of_run("classes", ())))
@@ -119,7 +169,7 @@ class PredictConfig(Settings):
         fold = self._of_run("fold", None)
         return None if fold is None else int(fold)
 
-    def _of_run(self, name: str, default: Any) -> Any:
+    def _of_run(self, name: str, default: Any, kind: Any = None) -> Any:
         from gigagrad.models.saved import CONFIG
 
         path = self.model_path.with_name("config.yaml")
@@ -131,10 +181,12 @@ class PredictConfig(Settings):
             value = read_yaml(path).get(name)
             if value is None:  # nothing is said, or the run is older than the setting
                 return default
-            if not isinstance(value, {(): list, "": str}.get(default, int)):
+            if not isinstance(value, kind or {(): list, "": str}.get(default, int)):
                 raise TypeError(f"got a {type(value).__name__}")
         except (ValueError, TypeError, AttributeError, ArithmeticError) as error:
-            remedy = f"give it as --{name}" if hasattr(self, name) else "restore the file that 'fit' wrote"
+            remedy = (
+                f"give it as --{name.replace('_', '-')}" if hasattr(self, name) else "restore the file that 'fit' wrote"
+            )
             raise ConfigError(f"cannot read the {name} from {path}; {remedy}") from error
         return value
 

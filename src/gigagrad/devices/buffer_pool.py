@@ -25,16 +25,25 @@ class BufferPool:
     def __init__(self) -> None:
         self._blocks: dict[int, list[torch.Tensor]] = {}
         self._all[id(self)] = self
+        self._taken = WeakValueDictionary[int, torch.Tensor]()
+        self.most_bytes: int | None = None
+        """Bytes that it may hold beside those that are taken, with them, unless more are taken; None: any number."""
 
     def take(self, nbytes: int) -> torch.Tensor:
         """Take a block of so many bytes, `(nbytes,)` in uint8, with anything in it."""
         try:
-            return self._blocks[nbytes].pop()
+            block = self._blocks[nbytes].pop()
         except (KeyError, IndexError):
-            return torch.empty(nbytes, dtype=torch.uint8)
+            if self.most_bytes is not None:
+                taken = sum(block.nbytes for block in living(self._taken))
+                self._drop(self.own_bytes + taken + nbytes - self.most_bytes)
+            block = torch.empty(nbytes, dtype=torch.uint8)
+        self._taken[id(block)] = block
+        return block
 
     def give(self, block: torch.Tensor) -> None:
         """Put back a block that nobody else uses any more."""
+        self._taken.pop(id(block), None)
         if block.nbytes >= MAPPED_BYTES:
             self._blocks.setdefault(block.nbytes, []).append(block)
 
@@ -47,18 +56,29 @@ class BufferPool:
             fresh += nbytes if left[nbytes] < 0 else 0
         return fresh
 
+    @property
+    def own_bytes(self) -> int:
+        """The bytes that this pool holds."""
+        return sum(nbytes * len(blocks) for nbytes, blocks in tuple(self._blocks.items()))
+
     @classmethod
     def held_bytes(cls) -> int:
         """Count the bytes that all pools of this process hold."""
-        return sum(nbytes * len(blocks) for one in living(cls._all) for nbytes, blocks in tuple(one._blocks.items()))
+        return sum(one.own_bytes for one in living(cls._all))
 
     @classmethod
     def give_back(cls, enough: int | None = None) -> int:
         """Give blocks of this process back to the system, until that was enough; or all. Returns the bytes."""
         given = 0
         for one in living(cls._all):
-            for nbytes in sorted(one._blocks, reverse=True):
-                while (enough is None or given < enough) and one._blocks[nbytes]:
-                    one.take(nbytes)
-                    given += nbytes
+            given += one._drop(None if enough is None else enough - given)
+        return given
+
+    def _drop(self, enough: int | None) -> int:
+        """Give blocks of this pool back to the system, until that was enough; or all. Returns the bytes."""
+        given = 0
+        for nbytes in sorted(self._blocks, reverse=True):
+            while (enough is None or given < enough) and self._blocks[nbytes]:
+                self._blocks[nbytes].pop()
+                given += nbytes
         return given

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, ClassVar
+from weakref import WeakSet
 
 import torch
 
 from gigagrad.allowances import FREE_SHARE, LATER_RUNTIME_BYTES, UNNOTICED_BYTES
-from gigagrad.devices.device import Device, MemoryGuard, Say, register_device
-from gigagrad.devices.machine import Machine
+from gigagrad.devices.device import Device, MemoryGuard, Recording, Say, register_device
+from gigagrad.devices.machine import Gpu, Machine
+from gigagrad.devices.streams import CudaStreams, Streams
 from gigagrad.errors import ConfigError
 
 _STEP_BYTES = LATER_RUNTIME_BYTES + UNNOTICED_BYTES
@@ -19,6 +23,9 @@ _STEP_BYTES = LATER_RUNTIME_BYTES + UNNOTICED_BYTES
 @register_device
 class Cuda(Device):
     kind = "cuda"
+    records = True
+    _recordings: ClassVar[WeakSet[_Recording]] = WeakSet()
+    """Those of all engines: whoever runs next has their memory."""
 
     def __init__(self, name: str) -> None:
         if not torch.cuda.is_available():
@@ -29,37 +36,52 @@ class Cuda(Device):
         super().__init__(name)
 
     def held_bytes(self) -> int:
-        return self._current("reserved_bytes")
+        return self._current("reserved_bytes") - sum(one.held_bytes for one in self._recorded())
 
-    def used_bytes(self, enough: int = 0) -> int | None:
-        return self._current("allocated_bytes")
+    def used_bytes(self, enough: int = 0) -> int:
+        return self._current("allocated_bytes") - sum(one.used_bytes for one in self._recorded())
 
-    def _current(self, amount: str) -> int:
+    def record(self, work: Callable[[Sequence[torch.Tensor]], Any], inputs: Sequence[torch.Tensor]) -> Recording:
+        recording = _Recording(self, work, inputs)
+        self._recordings.add(recording)
+        return recording
+
+    def _recorded(self) -> list[_Recording]:
+        return [one for one in self._recordings if one.index == self._index]
+
+    @property
+    def _index(self) -> int:
+        index = self.torch_device.index
+        return torch.cuda.current_device() if index is None else index
+
+    def _current(self, amount: str, which: str = "current") -> int:
         """Read one amount: `memory_reserved` writes all statistics into a flat list first, which takes 0.3 ms."""
         stats = torch.cuda.memory_stats_as_nested_dict(self.torch_device)
-        current: int = stats[amount]["all"]["current"] if stats else 0
-        return current
+        found: int = stats[amount]["all"][which] if stats else 0
+        return found
 
     def peak_bytes(self) -> int:
-        return torch.cuda.max_memory_reserved(self.torch_device)
+        return self._current("reserved_bytes", "peak")
 
     def free_bytes(self) -> int | None:
         free, _ = torch.cuda.mem_get_info(self.torch_device)
-        return int(free * FREE_SHARE)
+        return int((free + sum(one.held_bytes for one in self._recorded())) * FREE_SHARE)
 
     def trim(self) -> None:
         torch.cuda.empty_cache()
+
+    def streams(self) -> Streams:
+        return CudaStreams.of(self.torch_device)
 
     def step_bytes(self) -> int:
         return _STEP_BYTES
 
     def memory_guard(self, peak_bytes: int, budget_bytes: int | None) -> MemoryGuard:
-        return _CacheGuard(self, peak_bytes)
+        return _Bound(self, peak_bytes)
 
     @contextmanager
     def bounded(self, peak_bytes: int) -> Iterator[None]:
-        index = self.torch_device.index
-        here = torch.cuda.current_device() if index is None else index
+        here = self._index
         total = torch.cuda.get_device_properties(here).total_memory
         before = torch.cuda.get_per_process_memory_fraction(here)
         torch.cuda.set_per_process_memory_fraction(min(before, peak_bytes / total), here)
@@ -79,16 +101,35 @@ class Cuda(Device):
         torch.cuda.synchronize(self.torch_device)
 
     def machine(self, say: Say = lambda text: None) -> Machine:
-        return Machine.typical_gpu()
+        return Gpu.detected(torch.cuda.get_device_name(self.torch_device), say)
+
+
+@contextmanager
+def _growing_segments() -> Iterator[None]:
+    """Have the allocator take memory in segments that grow, in the block: next to none is lost between blocks of other
+    sizes (PyTorch's notes on CUDA, "expandable_segments").
+    """
+    settle = getattr(torch._C, "_accelerator_setAllocatorSettings", None)  # no version of PyTorch promises it
+    if settle is None or any(name in os.environ for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")):
+        yield
+        return
+    settle("expandable_segments:True")
+    try:
+        yield
+    finally:
+        settle("expandable_segments:False")
 
 
 class PlannedCuda(Device):
-    """A GPU to plan for that need not be here: nothing is held on it, and nobody has measured it."""
+    """A GPU to plan for that need not be here: nothing is held on it."""
 
     kind = Cuda.kind
+    records = True
 
-    def __init__(self) -> None:
+    def __init__(self, machine: Gpu | None = None) -> None:
+        """Plan by the rates of `machine`, by default of a GPU of which nothing is known."""
         super().__init__(self.kind)
+        self._machine = machine or Gpu.typical("")
 
     def held_bytes(self) -> int:
         return 0
@@ -103,26 +144,35 @@ class PlannedCuda(Device):
         return _STEP_BYTES
 
     def machine(self, say: Say = lambda text: None) -> Machine:
-        return Machine.typical_gpu()
+        return self._machine
 
 
-class _CacheGuard(MemoryGuard):
-    """Empty the cache between tiles where it would grow over the plan."""
+class _Bound(MemoryGuard):
+    """Hold PyTorch's allocator to the plan while the run lasts: where its cache would grow over it, it is emptied, and
+    what still does not fit raises `torch.OutOfMemoryError`.
+    """
 
     def __init__(self, device: Device, peak_bytes: int) -> None:
-        self._device, self._peak_bytes, self._tile_bytes = device, peak_bytes, 0
+        self._stack = ExitStack()
+        self._stack.enter_context(device.bounded(peak_bytes))
 
-    def begin_pass(self, tile_bytes: int, beside_bytes: int, largest_bytes: int = 0) -> None:
-        self._tile_bytes = tile_bytes
-        self.reserve(0)
+    def close(self) -> None:
+        self._stack.close()
 
-    def reserve(self, nbytes: int, *, for_tile: bool = False) -> None:
-        """Empty the cache where what is free in it does not serve; blocks of tiles are the allocator's own business."""
-        if for_tile:
-            return
-        used, held = self._device.used_bytes() or 0, self._device.held_bytes()
-        if max(held, used + nbytes) > self._peak_bytes - self._tile_bytes and held > used:
-            self._device.trim()
 
-    def tile_done(self) -> None:
-        self.reserve(0)
+class _Recording:
+    """A CUDA graph of some work, with memory of its own."""
+
+    def __init__(
+        self, device: Cuda, work: Callable[[Sequence[torch.Tensor]], Any], inputs: Sequence[torch.Tensor]
+    ) -> None:
+        self.index = device._index
+        device.trim()  # while it is recorded, nothing can be given back
+        held, used = device.held_bytes(), device.used_bytes()
+        self.inputs = [torch.empty_like(one, device=device.torch_device) for one in inputs]
+        graph = torch.cuda.CUDAGraph()
+        # Other threads may go on reading.
+        with _growing_segments(), torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            self.result = work(self.inputs)
+        self.replay = graph.replay
+        self.held_bytes, self.used_bytes = device.held_bytes() - held, device.used_bytes() - used

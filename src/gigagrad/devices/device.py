@@ -3,18 +3,35 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from typing import ClassVar
+from typing import Any, ClassVar, Protocol
 
 import torch
 
 from gigagrad.devices.buffer_pool import BufferPool
 from gigagrad.devices.machine import Machine
+from gigagrad.devices.streams import Streams
 from gigagrad.errors import ConfigError
 
 Say = Callable[[str], None]
 """A callable that gets one sentence for a person."""
+
+
+class Recording(Protocol):
+    """The kernels of some work, recorded to be asked for all at once."""
+
+    inputs: list[torch.Tensor]
+    """The tensors that they read."""
+    result: Any
+    """The tensors that they write, nested as the work returned them."""
+    held_bytes: int
+    """Bytes that it keeps from being given back."""
+    used_bytes: int
+    """Bytes of these in tensors."""
+
+    def replay(self) -> None:
+        """Ask for the kernels."""
 
 
 class MemoryGuard:
@@ -61,6 +78,8 @@ class Device(ABC):
     """True where its memory is the host's own, so that there is no other to keep fields in."""
     sum_dtype: ClassVar[torch.dtype] = torch.float64
     """The dtype of sums over tiles."""
+    records: ClassVar[bool] = False
+    """True where asking for kernels takes so long that a step is recorded once, and replayed."""
 
     def __init__(self, name: str, torch_device: str | None = None) -> None:
         """`torch_device`: where tensors lie, if that is not the same name. Raises ConfigError if there is none."""
@@ -84,6 +103,18 @@ class Device(ABC):
     def buffer_pool(self) -> BufferPool | None:
         """Return the pool in which memory of fields that are gone waits for the next ones until `trim`; None where that
         is the business of the device's own allocator.
+        """
+        return None
+
+    def record(self, work: Callable[[Sequence[torch.Tensor]], Any], inputs: Sequence[torch.Tensor]) -> Recording:
+        """Record what `work` asks for, given tensors like these; nothing is computed. Its memory is not in what is held
+        or used. Raises RuntimeError where the work waits for the device.
+        """
+        raise NotImplementedError(f"{self} does not record")
+
+    def streams(self) -> Streams | None:
+        """Return the streams on which crops are copied beside the computation; None where copies are waited for, and on
+        the host, where there are none.
         """
         return None
 

@@ -55,11 +55,11 @@ class LargeBlocks:
     _now: ClassVar[tuple[bool, bool]] = False, False
     _setting: ClassVar[threading.Lock] = threading.Lock()
     _changed: ClassVar[bool] = False
-    _wanted: tuple[bool, bool] = False, False
+    _wanted: tuple[bool, bool] | None = None
 
     def choose(self, *, in_heap: bool, holding: bool) -> None:
         """Choose the source; `holding`: what is freed in the heap stays, whether large blocks come from it or not."""
-        if id(self) in self._wanting and self._wanted == (in_heap, holding):  # asked several times a pass
+        if self._wanted == (in_heap, holding):  # asked several times a pass
             return
         self._wanted = in_heap, holding
         self._wanting[id(self)] = self
@@ -67,6 +67,7 @@ class LargeBlocks:
 
     def close(self) -> None:
         self._wanting.pop(id(self), None)
+        self._wanted = None
         self._set()
 
     @classmethod
@@ -78,7 +79,7 @@ class LargeBlocks:
         while cls._changed and cls._setting.acquire(blocking=False):
             try:
                 cls._changed = False
-                wanted = [one._wanted for one in living(cls._wanting)]
+                wanted = [one._wanted for one in living(cls._wanting) if one._wanted is not None]
                 now = tuple(bool(wanted) and all(one[i] for one in wanted) for i in (0, 1))
                 if now != cls._now:
                     cls._now = in_heap, holding = now[0], now[1]

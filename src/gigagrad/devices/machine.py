@@ -1,8 +1,8 @@
 """Know the machine by a handful of rates, typical ones or those that `gigagrad calibrate` measured.
 
-A profile is JSON in the user's cache folder, one for each processor, number of threads and PyTorch. The rates serve to
-compare plans, and to say about how long a step will take; a running step corrects that from its own tiles
-(docs/decisions/0012-time-model.md).
+A profile is JSON in the user's cache folder, one for each processor, number of threads and PyTorch, and one for each
+GPU beside a processor. The rates serve to compare plans, and to say about how long a step will take; a running step
+corrects that from its own tiles (docs/decisions/0012-time-model.md).
 """
 
 from __future__ import annotations
@@ -10,23 +10,23 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import math
 import os
 import platform
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Final, Self
 
 import torch
 
-from gigagrad.errors import GigagradError
+from gigagrad.devices.gpus import CARDS, MIDDLING, find_card
+from gigagrad.errors import ConfigError, GigagradError
 from gigagrad.files import read_record, write_json
 
 _LARGEST_CACHE_BYTES = 32 * 2**20
 _CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
-_FORMAT = "gigagrad machine profile 9"
-"""The format's name, which changes with the meaning of the rates, so that an older profile is measured again."""
 _SHARED_SECONDS = 20e-6
 """The least of an operator's work that each thread which shares it gets: PyTorch parts no less than 32,768 numbers."""
 _WAITING_TILES = 0.5
@@ -48,6 +48,10 @@ class ProfileError(GigagradError):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
     """The machine as the cost model knows it. Rates are of one thread unless they say otherwise."""
+
+    profile_format: ClassVar[str] = "gigagrad machine profile 9"
+    """The format's name, which changes with the meaning of the rates, so that an older profile is measured again."""
+    calibrate_command: ClassVar[str] = "gigagrad calibrate"
 
     threads: int = 1
     cache_bytes: int = _LARGEST_CACHE_BYTES
@@ -83,16 +87,19 @@ class Machine:
 
         `notice` gets one sentence if there is a profile that cannot be used.
         """
-        bare = cls(threads=threads, cache_bytes=cache_bytes())
-        path = profile_path()
+        return cls(threads=threads, cache_bytes=cache_bytes())._as_saved(notice)
+
+    def _as_saved(self, notice: Callable[[str], None], card: str = "") -> Self:
+        """Return this machine with the saved rates, where there are usable ones."""
+        path = profile_path(card)
         try:
-            return bare.with_rates(read_profile(path)) if os.path.exists(path) else bare
+            return self.with_rates(read_profile(path, card)) if os.path.exists(path) else self
         except ProfileError as error:
-            notice(f"{error}; planning without it, run 'gigagrad calibrate' to measure again")
-            return bare
+            notice(f"{error}; planning without it, run '{self.calibrate_command}' to measure again")
+            return self
 
     @classmethod
-    def from_profile(cls, path: Path) -> Machine:
+    def from_profile(cls, path: Path) -> Self:
         """Read the machine, this or another, on which `gigagrad calibrate` saved this profile. A profile says nothing
         of caches: the one of this machine is taken.
 
@@ -100,34 +107,40 @@ class Machine:
             ProfileError: the file is no such profile, or one of another version.
         """
         try:
-            content = _read(path)
-            threads = content["machine"].get("threads") if isinstance(content.get("machine"), dict) else None
-            if type(threads) is not int or not 1 <= threads <= _MOST_THREADS:
-                raise ProfileError(f"the machine profile {path} is damaged: it does not say how many threads it is for")
+            content = _read(path, cls)
+            own = content["machine"] if isinstance(content.get("machine"), dict) else {}
+            return cls._from_key(path, own).with_rates(content["rates"])
         except ProfileError as error:
-            raise ProfileError(f"{error}; name a file that this version's 'gigagrad calibrate' saved") from error
-        return cls(threads=threads, cache_bytes=cache_bytes()).with_rates(content["rates"])
+            raise ProfileError(f"{error}; name a file that this version's '{cls.calibrate_command}' saved") from error
 
     @classmethod
-    def typical_gpu(cls) -> Machine:
-        """Make a GPU that nobody has measured. An operator's call is what it was on an H200 beside a fast processor:
-        most of a step there (docs/performance.md), so that large tiles pay.
-        """
-        return cls(
-            flops_per_second=30e12,
-            cached_bytes_per_second=2e12,
-            memory_bytes_per_second=1e12,
-            seconds_per_operator=150e-6,
-        )
+    def _from_key(cls, path: Path, key: dict[str, Any]) -> Self:
+        """Make the machine that a profile is for. Raises `ProfileError` where it does not say."""
+        threads = key.get("threads")
+        if type(threads) is not int or not 1 <= threads <= _MOST_THREADS:
+            raise ProfileError(f"the machine profile {path} is damaged: it does not say how many threads it is for")
+        return cls(threads=threads, cache_bytes=cache_bytes())
 
-    def with_rates(self, rates: dict[str, float]) -> Machine:
+    def with_rates(self, rates: dict[str, float]) -> Self:
         """Return this machine with measured rates (as `read_profile` returns them)."""
         return dataclasses.replace(self, calibrated=True, **rates)  # type: ignore[arg-type]  # all of them are floats
 
     @property
     def rates(self) -> dict[str, float]:
         """Return the rates that a profile holds."""
-        return {name: getattr(self, name) for name in _RATES}
+        return {name: getattr(self, name) for name in _rates_of(type(self))}
+
+    @property
+    def key(self) -> dict[str, str | int]:
+        """Return what its profile depends on."""
+        return machine_key()
+
+    @property
+    def basis(self) -> str:
+        """Say where its rates are from."""
+        return (
+            "this machine's rates" if self.calibrated else f"typical rates; '{self.calibrate_command}' measures these"
+        )
 
     @property
     def disk_bytes_per_second(self) -> float:
@@ -155,6 +168,14 @@ class Machine:
         side_by_side = seconds / (1 + self.side_by_side_efficiency * (workers - 1))
         return max(rounds * tile, side_by_side + _WAITING_TILES * tile, calling)
 
+    def replaying(self) -> Self:
+        """Return this machine where it replays recorded steps."""
+        return self
+
+    def host_seconds(self, tiles: float) -> float:
+        """Estimate what a host does for so many tiles beside calling their operators. A processor's calls count it."""
+        return 0.0
+
     def page_seconds(self, nbytes: float) -> float:
         """Estimate, by the clock, touching so many bytes for the first time."""
         return nbytes / _NEW_PAGES_BYTES_PER_SECOND
@@ -172,11 +193,142 @@ class Machine:
         return nbytes / self.file_bytes_per_second / self.threads
 
 
-_MAY_BE_ZERO = ("shared_efficiency", "side_by_side_efficiency", "codec_bytes_per_second")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gpu(Machine):
+    """A GPU as the cost model knows it: the host asks for one operator while the card computes those before, and the
+    card's allocator hands out memory without touching it.
+
+    Tensor cores want many channels. A 3 x 3 convolution of C channels in float32 has 2.25 C operations for every byte
+    that it moves, so operations per byte tell its rate: that of 64 channels from there on, down to that of 16 a
+    straight line between logarithms, and below it time is that of the bytes.
+
+    The typical rates are those of an H200 beside a fast processor (docs/performance.md).
+    """
+
+    profile_format: ClassVar[str] = "gigagrad GPU profile 1"
+    calibrate_command: ClassVar[str] = "gigagrad calibrate --device cuda"
+
+    card: str = ""
+    """Its name, as PyTorch gives it; empty where nobody knows."""
+    flops_per_second: float = 210e12
+    """The rate of convolutions of 64 channels, forward and backward, in float32 as PyTorch's flags have it."""
+    few_channels_flops_per_second: float = 25e12
+    """The rate of convolutions of 16 channels."""
+    cached_bytes_per_second: float = 3.4e12
+    memory_bytes_per_second: float = 3.4e12
+    seconds_per_operator: float = 40e-6
+    """The host's cost of a call of an operator."""
+    seconds_per_tile: float = 2.5e-3
+    """The host's cost of a tile beside calls of operators on fields: crops, sums, moments and their gradients."""
+    copy_bytes_per_second: float = 15e9
+    """The rate of fields that move to or from the host's memory."""
+
+    @classmethod
+    def typical(cls, name: str) -> Self:
+        """Make the card of this name with what networks get of the rates on its data sheet. What the host does takes as
+        long as beside the H200, whatever the card.
+        """
+        card = find_card(name) or MIDDLING
+        moved = _MEMORY_SHARE * card.memory_bytes_per_second
+        many = _PRODUCT_SHARE * card.flops_per_second
+        few = min(many, _FEW_CHANNELS * _FEW_CHANNELS_SHARE * card.memory_bytes_per_second)
+        return cls(
+            card=name,
+            flops_per_second=many,
+            few_channels_flops_per_second=few,
+            cached_bytes_per_second=moved,
+            memory_bytes_per_second=moved,
+        )
+
+    @classmethod
+    def listed(cls, name: str) -> Self:
+        """Make a card that is listed, as `typical` does. Raises `ConfigError` with the list for another one."""
+        if find_card(name) is None:
+            known = ", ".join(card.name for card in CARDS)
+            raise ConfigError(
+                f"got the card {name!r}, of which no data sheet is listed; expected one of {known}, or the rates of "
+                f"yours: --rates FILE, as '{cls.calibrate_command}' saves it there"
+            )
+        return cls.typical(name)
+
+    @classmethod
+    def detected(cls, name: str, notice: Callable[[str], None] = lambda text: None) -> Self:
+        """Return a card that is here, with the saved rates where there are usable ones, else typical ones. `notice` as
+        in `Machine.detect`.
+        """
+        return cls.typical(name)._as_saved(notice, name)
+
+    @classmethod
+    def _from_key(cls, path: Path, key: dict[str, Any]) -> Self:
+        card = key.get("card")
+        if not isinstance(card, str) or not card:
+            raise ProfileError(f"the machine profile {path} is damaged: it does not say which card it is for")
+        return cls(card=card)
+
+    @property
+    def key(self) -> dict[str, str | int]:
+        return machine_key(self.card)
+
+    @property
+    def basis(self) -> str:
+        if self.calibrated:
+            return f"measured rates of {self.card}"
+        card, measures = find_card(self.card), f"'{self.calibrate_command}' measures yours"
+        if card is None:
+            known = f"as {self.card} is not listed" if self.card else "as no card is named"
+            return f"typical rates of a GPU (data sheet of {MIDDLING.name}, {known}); {measures}"
+        return f"typical rates of {card.name} ({'measured on one' if card.measured else 'data sheet'}); {measures}"
+
+    def replaying(self) -> Self:
+        # Then kernels follow one another by themselves, and none takes less than its start.
+        return dataclasses.replace(
+            self, seconds_per_operator=_SECONDS_PER_KERNEL, seconds_per_tile=_KERNELS_OF_A_TILE * _SECONDS_PER_KERNEL
+        )
+
+    def operator_seconds(self, moved_bytes: float, flops: float) -> float:
+        work = moved_bytes / self.memory_bytes_per_second
+        if flops:
+            work += flops / self._product_rate(flops / max(moved_bytes, 1.0))
+        return max(self.seconds_per_operator, work)
+
+    def _product_rate(self, flops_per_byte: float) -> float:
+        few, many = self.few_channels_flops_per_second, self.flops_per_second
+        if flops_per_byte <= _FEW_CHANNELS:
+            return few * flops_per_byte / _FEW_CHANNELS
+        share = min(1.0, math.log(flops_per_byte / _FEW_CHANNELS) / math.log(_MANY_CHANNELS / _FEW_CHANNELS))
+        return few * math.exp(share * math.log(many / few))
+
+    def host_seconds(self, tiles: float) -> float:
+        return tiles * self.seconds_per_tile
+
+    def page_seconds(self, nbytes: float) -> float:
+        return 0.0
+
+    def block_seconds(self, nbytes: float) -> float:
+        return 0.0
+
+
+_FEW_CHANNELS, _MANY_CHANNELS = 36.0, 144.0
+"""Operations per byte of a 3 x 3 convolution of 16 and of 64 channels."""
+_MEMORY_SHARE: Final = 0.7
+"""The share of its memory's bandwidth that operators of values get (H200: 3.0 to 4.3 of 4.8 TB/s)."""
+_PRODUCT_SHARE: Final = 0.425
+"""The share of its tensor cores' rate that convolutions of 64 channels get, forward and backward (H200: 210 of 495
+TFLOP/s at 1024 px)."""
+_FEW_CHANNELS_SHARE: Final = 0.145
+"""The share of its memory's bandwidth that convolutions of 16 channels get (H200: 25 TFLOP/s, 0.69 TB/s)."""
+_SECONDS_PER_KERNEL: Final = 3e-6
+"""The least that a kernel takes in a CUDA graph."""
+_KERNELS_OF_A_TILE: Final = 50
+"""Kernels of a tile beside its operators on fields, about: crops, sums, moments and their gradients."""
+_MAY_BE_ZERO = ("shared_efficiency", "side_by_side_efficiency", "codec_bytes_per_second", "seconds_per_tile")
 _LEAST_RATE, _MOST_RATE = 1e-12, 1e18
 """The bounds of rates: what is beyond them was not measured, and a file may hold any number."""
 _MOST_THREADS = 4096
-_RATES = tuple(field.name for field in dataclasses.fields(Machine) if field.type == "float")
+
+
+def _rates_of(kind: type[Machine]) -> tuple[str, ...]:
+    return tuple(field.name for field in dataclasses.fields(kind) if field.type == "float")
 
 
 def cache_bytes() -> int:
@@ -191,42 +343,50 @@ def cache_bytes() -> int:
     return min(max(sizes, default=_LARGEST_CACHE_BYTES), _LARGEST_CACHE_BYTES)
 
 
-def machine_key() -> dict[str, str | int]:
-    """Return what a profile depends on: the processor, the threads PyTorch uses, PyTorch itself."""
-    return {"processor": _processor(), "threads": torch.get_num_threads(), "torch": str(torch.__version__)}
+def machine_key(card: str = "") -> dict[str, str | int]:
+    """Return what a profile depends on: the processor, the threads PyTorch uses, PyTorch itself; of a `card` its name,
+    the processor that asks it, PyTorch and its CUDA (or ROCm).
+    """
+    key: dict[str, str | int] = {"processor": _processor(), "torch": str(torch.__version__)}
+    if card:
+        return key | {"card": card, "cuda": str(torch.version.cuda or torch.version.hip)}
+    return key | {"threads": torch.get_num_threads()}
 
 
-def profile_path() -> Path:
-    """Return the path of this machine's profile: in the user's cache folder (`XDG_CACHE_HOME` is respected), or
-    among temporary files where the user has no home.
+def profile_path(card: str = "") -> Path:
+    """Return the path of this machine's profile, or of a card's: in the user's cache folder (`XDG_CACHE_HOME` is
+    respected), or among temporary files where the user has no home.
     """
     home = os.path.join(os.path.expanduser("~"), ".cache")
     root = next(filter(os.path.isabs, (os.environ.get("XDG_CACHE_HOME", ""), home)), None) or tempfile.gettempdir()
-    digest = hashlib.sha256(json.dumps(machine_key(), sort_keys=True).encode()).hexdigest()
-    return Path(root) / "gigagrad" / f"machine-{digest[:12]}.json"
+    digest = hashlib.sha256(json.dumps(machine_key(card), sort_keys=True).encode()).hexdigest()
+    return Path(root) / "gigagrad" / f"{'gpu' if card else 'machine'}-{digest[:12]}.json"
 
 
 def write_profile(path: Path, machine: Machine) -> None:
     """Save the rates of a calibrated machine, atomically. Raises `WriteError`."""
-    write_json(path, {"format": _FORMAT, "machine": machine_key(), "rates": machine.rates})
+    write_json(path, {"format": machine.profile_format, "machine": machine.key, "rates": machine.rates})
 
 
-def read_profile(path: Path) -> dict[str, float]:
-    """Read the rates in a profile of this machine. Raises `ProfileError` with the reason if it is none."""
-    content = _read(path)
-    if content.get("machine") != machine_key():
-        raise ProfileError(f"the machine profile {path} belongs to {content.get('machine')}, this is {machine_key()}")
+def read_profile(path: Path, card: str = "") -> dict[str, float]:
+    """Read the rates in a profile of this machine, or of a card in it. Raises `ProfileError` with the reason if it is
+    none.
+    """
+    content = _read(path, Gpu if card else Machine)
+    key = machine_key(card)
+    if content.get("machine") != key:
+        raise ProfileError(f"the machine profile {path} belongs to {content.get('machine')}, this is {key}")
     return content["rates"]  # type: ignore[no-any-return]  # `_read` has looked
 
 
-def _read(path: Path) -> dict[str, Any]:
+def _read(path: Path, kind: type[Machine]) -> dict[str, Any]:
     """Read a profile of any machine, with usable rates. Raises `ProfileError` with the reason if it is none."""
     try:
-        content = read_record(path, _FORMAT)
+        content = read_record(path, kind.profile_format)
     except ValueError as error:
         raise ProfileError(f"the machine profile {error}") from error
-    rates = content.get("rates")
-    if not isinstance(rates, dict) or rates.keys() != set(_RATES) or not all(map(_is_rate, rates, rates.values())):
+    rates, names = content.get("rates"), set(_rates_of(kind))
+    if not isinstance(rates, dict) or rates.keys() != names or not all(map(_is_rate, rates, rates.values())):
         raise ProfileError(f"the machine profile {path} is damaged: it lacks a rate, or holds one that is no number")
     return content
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
+from math import prod
 from typing import Any
 
 import imagecodecs
@@ -21,6 +22,7 @@ from gigagrad.errors import ConfigError
 from gigagrad.execution.sources import Source
 from gigagrad.graphs import Graph, LossModule
 from gigagrad.images import Image
+from gigagrad.images.bag import Bag
 from gigagrad.images.views import ArrayImage, TensorImage
 from gigagrad.ranks import Ranks
 from gigagrad.ranks.ranks import as_bytes, named
@@ -122,11 +124,7 @@ class Agreement:
 
     def _weights(self, graph: Graph) -> dict[str, torch.Tensor]:
         """Return the parameters and buffers that a graph reads."""
-        own = [
-            self._composite.named_parameters(remove_duplicate=False),
-            self._composite.named_buffers(remove_duplicate=False),
-        ]
-        there = {**graph.closed, **dict(itertools.chain(*own))}
+        there = {**graph.closed, **self._composite.named_tensors()}
         names = [node.arguments["name"] for node in graph.nodes if node.op in ("parameter", "buffer")]
         return {name: there[name].detach() for name in names}
 
@@ -166,8 +164,11 @@ def _content(source: Source) -> str:
     return _crc(source.read(box) for box in _looked_at(source.image, source.spec.dtype.itemsize))
 
 
-def _looked_at(image: Image, value_bytes: int) -> list[Box]:
-    """Return the boxes on which images are compared."""
+def _looked_at(image: Image | Bag, value_bytes: int) -> list[Box]:
+    """Return the boxes on which images are compared, or the patches of a bag."""
+    if isinstance(image, Bag):
+        at_once = max(1, _WHOLE_BYTES[False] // _BOXES // (prod(image.shape[1:]) * value_bytes))
+        return [Box(start, 0, stop, 1) for start, stop in _spread(len(image), at_once, _BOXES)]
     in_memory = isinstance(image, ArrayImage | TensorImage)
     row_bytes = image.channels * image.width * value_bytes
     if image.height * row_bytes <= _WHOLE_BYTES[in_memory]:
@@ -217,6 +218,7 @@ def _node_digests(graph: Graph) -> tuple[str, ...]:
     for node in graph.nodes:
         # Where it was traced is each rank's own, as are the names of what it closes over.
         arguments = {name: value for name, value in node.arguments.items() if name != "device"}
-        told = f"{node.op} {arguments} {node.shape} {node.dtype} {node.axes} {node.differentiable}".encode()
+        form = f"{node.shape} {node.dtype} {node.axes} {node.patches} {node.differentiable}"
+        told = f"{node.op} {arguments} {form}".encode()
         found.append(_crc([told, graph.constants[node.arguments["name"]]] if node.op == "constant" else [told]))
     return *found, _crc(["".join(found).encode(), repr((graph.outputs, *graph.updates.items())).encode()])

@@ -6,8 +6,9 @@ A tile's inputs are read here, whatever tier or image they come from.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from typing import TypeVar
 
 import torch
 
@@ -16,19 +17,26 @@ from gigagrad.execution.layout import laid_out
 from gigagrad.execution.prepared import Prepared
 from gigagrad.execution.scalars import ScalarGraph
 from gigagrad.execution.seeds import ROUNDINGS, seed_of
-from gigagrad.execution.sources import Source
+from gigagrad.execution.sources import Source, read_ahead
+from gigagrad.execution.staging import StagedStore, Staging
 from gigagrad.execution.tile_program import TileInputs
 from gigagrad.graphs import SCATTER
+from gigagrad.graphs.crops import batched
 from gigagrad.plans import EXACT, Segment, TileGeometry
 from gigagrad.plans.program import Buffer, Key
 from gigagrad.stores import FieldSpec, OpenTier, Quantised, RoundedStore, Rounding, Store, Strips, Windows, crop_shape
+from gigagrad.threads import SideThreads
+
+Item = TypeVar("Item")
+Inputs = tuple[TileInputs, bytes]
+"""The inputs of a tile, and the hash of what it reads of images."""
 
 
 class Buffers:
     """The stores of one run, by field. Values of kept fields are in `kept`, sums of cotangents in `cotangents`."""
 
     def __init__(
-        self, prepared: Prepared, sources: dict[str, Source], scalars: ScalarGraph, rank: int, draws: int
+        self, prepared: Prepared, sources: Mapping[str, Source], scalars: ScalarGraph, rank: int, draws: int
     ) -> None:
         self.kept: dict[int, Store] = {}
         self.stored: dict[int, Store] = {}
@@ -42,6 +50,8 @@ class Buffers:
         self._tiers = {field.node: field.tier for field in prepared.plan.kept}
         self._handed = prepared.problem.handed
         self._open: dict[str, OpenTier] = {}
+        streams, device = prepared.device.streams(), prepared.device.torch_device
+        self._staging = None if streams is None else Staging(streams, device, prepared.plan.readers)
 
     def open(self) -> None:
         """Open the tiers. Raises StoreError if one has no room for what the plan keeps there."""
@@ -55,6 +65,8 @@ class Buffers:
         with ExitStack() as stack:  # goes on past errors
             for tier in self._open.values():
                 stack.callback(tier.close)
+            if self._staging is not None:  # first: it writes to them
+                stack.callback(self._staging.close)
 
     def forget(self) -> None:
         """Give back what is in memory too: there will be no results. After `close`."""
@@ -86,7 +98,8 @@ class Buffers:
             if not cotangent:
                 del self.stored[field]
             elif node.op == SCATTER:
-                self._scalars.accumulate(node.operands[0], self._scalars.scale.out_of(self._ordered(store.whole())))
+                whole = batched(self._ordered(store.whole()), node)
+                self._scalars.accumulate(node.operands[0], self._scalars.scale.out_of(whole))
             if self._scalars.backward:
                 store.retire()
             else:  # whoever takes a stream may hold a view of what its last tiles have read
@@ -96,6 +109,8 @@ class Buffers:
         """Return the image whose gradient is handed over, if the backward pass of this segment is the last that adds to
         it.
         """
+        if self._handed is None:
+            return None
         plan, segments = self._prepared.plan, self._prepared.segments
         adding = [p.segment for p in plan.passes if p.phase != "forward" and self._handed in segments[p.segment].reads]
         return self._handed if adding[-1:] == [segment.index] else None
@@ -117,12 +132,20 @@ class Buffers:
         windows = [(box, tier.open_store(window)) for box, window in self._windows(buffer)]
         whole = len(windows) == 1 and windows[0][1].shape == spec.shape
         store = windows[0][1] if whole else Windows(spec, windows)
+        if self._staging is not None and buffer.tier != self._prepared.problem.memory.name:
+            store = StagedStore(store, self._staging)
         if not buffer.cotangent:
             self.stored[buffer.node] = store
         return store if rounding is None else RoundedStore(store, rounding, self._graph[buffer.node].dtype)
 
     def _windows(self, buffer: Buffer) -> list[tuple[Box, FieldSpec]]:
-        """Return what this rank holds of a buffer, each window as a field of its own."""
+        """Return what this rank holds of a buffer, each window as a field of its own: worked out once for all runs."""
+        key = buffer.node, buffer.cotangent, self._rank
+        if key not in self._prepared.windows:
+            self._prepared.windows[key] = self._find_windows(buffer)
+        return self._prepared.windows[key]
+
+    def _find_windows(self, buffer: Buffer) -> list[tuple[Box, FieldSpec]]:
         spec, found = self._spec(buffer), []
         for number, box in enumerate(buffer.held[self._rank]):
             shape = crop_shape(spec.shape, spec.axes, box)
@@ -134,11 +157,10 @@ class Buffers:
 
     def _spec(self, buffer: Buffer) -> FieldSpec:
         node, rounding = self._graph[buffer.node], self._rounding(buffer)
-        assert node.axes is not None
         dtype = node.dtype if rounding is None else rounding.packed_dtype(node.dtype)
         name = f"{'cotangent' if buffer.cotangent else 'field'}-{buffer.node}"
         coded = isinstance(rounding, Quantised)
-        return FieldSpec(name, node.shape, dtype, node.axes, layout=self._prepared.layout, coded=coded)
+        return FieldSpec(name, node.stored_shape, dtype, node.stored_axes, layout=self._prepared.layout, coded=coded)
 
     @staticmethod
     def _draw_roundings(prepared: Prepared, draws: int) -> dict[int, Rounding]:
@@ -151,25 +173,47 @@ class Buffers:
 
     # From tile to tile
 
-    def inputs(self, segment: Segment, tile: TileGeometry, *, backward: bool) -> TileInputs:
+    def inputs(
+        self, segment: Segment, tile: TileGeometry, *, backward: bool, cotangents_only: bool = False
+    ) -> TileInputs:
         """Read the inputs of a tile, on the device; for a backward pass also the cotangents of what it kept, and its
-        values.
+        values. `cotangents_only`: no more is asked for.
         """
         crops, cotangents, stored = {}, {}, {}
-        for i in segment.reads:
+        for i in segment.reads if not cotangents_only else ():
             box = tile.box(i)
             if box is not None:
                 crops[i] = self._ordered(self._crop(i, box))
         if backward:
-            reduced = {self._graph[r].operands[0] for r in segment.reductions}
+            reduced = self._prepared.bound(segment.index).reduced
             for i in segment.kept:
                 box = tile.wanted(i)
                 if i in self.cotangents and not box.empty:
                     # Reductions read them once, and what comes of both is new: views will do, where there are some.
                     ready = torch.Tensor.detach if i in reduced and self._in_memory(i) else self._ordered
                     cotangents[i] = ready(self.cotangents[i].read(box))
-                    stored[i] = ready(self.kept[i].read(box))
+                    if not cotangents_only:
+                        stored[i] = ready(self.kept[i].read(box))
         return TileInputs(crops, cotangents, stored)
+
+    def read_ahead(
+        self, tiles: Iterable[Item], read: Callable[[Item], Inputs], pool: SideThreads
+    ) -> Iterator[tuple[Item, Inputs]]:
+        """Yield `(tile, read(tile))` for every tile in order; the pool reads the next ones meanwhile."""
+        if self._staging is None:
+            return read_ahead(tiles, read, pool)
+        return self._staging.read_ahead(tiles, read, pool, lambda found: found[0].tensors)
+
+    def wait_for(self, segment: Segment, *, backward: bool) -> bool:
+        """Say whether reading the inputs of a tile takes the time of whoever asks: on a GPU only what comes from
+        elsewhere does, and a host copies crops itself.
+        """
+        if self._prepared.device.is_host:
+            return True
+        images = [self._graph[i].arguments["name"] for i in segment.reads if self._graph[i].is_source]
+        fields = (*segment.reads, *segment.kept) if backward else segment.reads
+        placed = all(self._sources[name].is_placed for name in images)
+        return not placed or not all(map(self._in_memory, fields))
 
     def images(self, segment: Segment, tile: TileGeometry) -> dict[int, torch.Tensor]:
         """Read what a tile needs of images."""
@@ -180,18 +224,17 @@ class Buffers:
         """Read a crop of a field that is there: an image, a global value laid out like one, or a kept field."""
         node = self._graph[node_id]
         if node.is_source:
-            return self._sources[node.arguments["name"]].read(box)
+            return self._sources[node.arguments["name"]].view(box)
         if node.op == SCATTER:
-            view = self._scalars.values[node.operands[0]].detach()
-            assert node.axes is not None
-            for axis, span in zip(node.axes, (box.y, box.x), strict=True):
+            view = self._scalars.values[node.operands[0]].detach().reshape(node.stored_shape)
+            for axis, span in zip(node.stored_axes, (box.y, box.x), strict=True):
                 view = view.narrow(axis, span.start, span.length)
             return view
         return self.kept[node_id].read(box)
 
     def whole(self, field: int) -> torch.Tensor:
         """Return a kept field, for whole-field operators."""
-        return self._ordered(self.kept[field].whole())
+        return batched(self._ordered(self.kept[field].whole()), self._graph[field])
 
     def _in_memory(self, field: int) -> bool:
         """Say whether it is where tiles are computed, in their layout."""
@@ -199,4 +242,6 @@ class Buffers:
         return self._tiers.get(field, memory) == memory
 
     def _ordered(self, crop: torch.Tensor) -> torch.Tensor:
-        return laid_out(crop.detach().to(self._prepared.device.torch_device), self._prepared.layout)
+        crop = crop.detach()
+        here = crop.to(self._prepared.device.torch_device) if self._staging is None else self._staging.upload(crop)
+        return laid_out(here, self._prepared.layout)

@@ -1,18 +1,20 @@
-"""Measure the rates that planning uses of this machine, and save them: `gigagrad calibrate`.
+"""Measure the rates that planning uses of this machine, or of a GPU in it, and save them: `gigagrad calibrate`.
 
 Work of one thread is timed in processor seconds, which other programs disturb little; only how well threads work beside
-each other has to be taken from the clock.
+each other has to be taken from the clock. So has what a GPU does, which is waited for before the clock is read.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from dataclasses import dataclass
-from math import isqrt
+from dataclasses import dataclass, field
+from functools import partial
+from math import isqrt, prod
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +24,16 @@ import torch.nn.functional as F
 from torch import nn
 
 from gigagrad.boxes import Box
+from gigagrad.devices import Device, device_for
 from gigagrad.devices.heap import return_freed_memory, settle_allocator
-from gigagrad.devices.machine import Machine, cache_bytes, profile_path, write_profile
+from gigagrad.devices.machine import Gpu, Machine, cache_bytes, profile_path, write_profile
 from gigagrad.errors import ConfigError
 from gigagrad.events import Events, JobAdvanced, JobFinished, JobStarted, Listener
 from gigagrad.execution.compiling import compile
+from gigagrad.plans.cost import Costs, seconds_beside_tiles
 from gigagrad.stores import Blosc, DiskStore, FieldSpec, Scratch
 from gigagrad.stores.disk import MOST_BYTES
+from gigagrad.stores.host import HostStore
 from gigagrad.stores.scratch import ScratchFile, page_aligned
 from gigagrad.threads import operator_threads
 
@@ -43,6 +48,29 @@ _LAYERS = 8
 """Layers of the chain on which threads are compared."""
 _TILES, _TILE_PX, _OPERATORS = 64, 8, 40
 """Tiles, their side and the operators of the network of small operators."""
+_NORMS, _TILES_OF_NORMS = 3, 16
+"""Norms and tiles of the network that a GPU's host is timed by as well."""
+_GPU_SIDE_PX, _FEW_CHANNELS = 1024, 16
+"""Side of convolutions on a GPU, and the channels of those that have few."""
+_GPU_VALUES_BYTES = 2**28
+"""Bytes of an operator of values on a GPU: more than any cache holds."""
+_ROUNDS_IN_ONE = 8
+"""Times that work of a GPU is asked for before it is waited for, so that asking takes no time of its own."""
+
+_LEAST_SECONDS = 1e-7
+"""The least that a call is taken to cost, however timings scatter."""
+_ENDLESS = 1e30
+_ONLY_CALLS = Gpu(
+    flops_per_second=_ENDLESS,
+    few_channels_flops_per_second=_ENDLESS,
+    memory_bytes_per_second=_ENDLESS,
+    seconds_per_operator=1.0,
+    seconds_per_tile=0.0,
+)
+"""A machine on which a plan takes as many seconds as it counts calls."""
+
+_Clock = Callable[[], float]
+_HOST = torch.device("cpu")
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,39 +82,52 @@ class Calibration:
     """True where the disk was measured past the page cache."""
     seconds: float
     path: Path
+    copies: Mapping[str, float] = field(default_factory=dict)
+    """Bytes per second of plain copies between a GPU and its host, by kind and direction."""
 
 
-def calibrate(*, scratch: Path = Path(), size_bytes: int = 2**28, listeners: tuple[Listener, ...] = ()) -> Calibration:
-    """Measure this machine and save its rates. `scratch` is the folder whose disk is measured, with `size_bytes`.
+def calibrate(
+    *,
+    device: str | Device = "cpu",
+    scratch: Path = Path(),
+    size_bytes: int = 2**28,
+    listeners: tuple[Listener, ...] = (),
+) -> Calibration:
+    """Measure this machine, or a GPU in it, and save its rates. `scratch` is the folder whose disk is measured, with
+    `size_bytes`; so are copies.
 
     Raises:
-        ConfigError: `scratch` cannot be used.
+        ConfigError: `scratch` or `device` cannot be used.
         StoreError: `scratch` has no room for the files that measure it.
         WriteError: the profile cannot be written.
     """
     start = time.perf_counter()
+    here = device_for(device)
     events = Events(listeners)
     parts: dict[str, Callable[[], Any]] = {
         "disk": lambda: disk_rates(scratch, size_bytes),
         "files": lambda: file_bytes_per_second(scratch, size_bytes),
-        "copies": lambda: copy_bytes_per_second(size_bytes),
+        "copies": lambda: (copy_bytes_per_second(size_bytes), {}) if here.is_host else _gpu_copies(here, size_bytes),
         "codec": lambda: codec_rates(size_bytes // 4),
-        "operators": _operator_rates,
-        "threads": _sharing,
+        "operators": lambda: _operator_rates() if here.is_host else _gpu_rates(here),
+        "threads": lambda: _sharing() if here.is_host else {},
     }
-    events.emit(JobStarted(_JOB, len(parts), "rates of this machine"))
+    base = _unmeasured(here)
+    card = base.card if isinstance(base, Gpu) else ""
+    events.emit(JobStarted(_JOB, len(parts), f"rates of {card or 'this machine'}"))
     settle_allocator()
     found = dict[str, Any]()
     for number, (name, measure) in enumerate(parts.items(), 1):
         found[name] = measure()
         return_freed_memory()
+        here.trim()
         events.emit(JobAdvanced(_JOB, number, len(parts), name))
     (write, read, direct), (codec, ratio) = found["disk"], found["codec"]
-    machine = Machine(
-        threads=torch.get_num_threads(),
-        cache_bytes=cache_bytes(),
+    copied, copies = found["copies"]
+    machine = dataclasses.replace(
+        base,
         calibrated=True,
-        copy_bytes_per_second=found["copies"],
+        copy_bytes_per_second=copied,
         disk_write_bytes_per_second=write,
         disk_read_bytes_per_second=read,
         file_bytes_per_second=found["files"],
@@ -95,11 +136,21 @@ def calibrate(*, scratch: Path = Path(), size_bytes: int = 2**28, listeners: tup
         **found["operators"],
         **found["threads"],
     )
-    path = profile_path()
+    path = profile_path(card)
     write_profile(path, machine)
     seconds = time.perf_counter() - start
     events.emit(JobFinished(_JOB, seconds, str(path)))
-    return Calibration(machine, direct, seconds, path)
+    return Calibration(machine, direct, seconds, path, copies)
+
+
+def _unmeasured(device: Device) -> Machine:
+    """Return the machine whose rates are to be measured. Raises `ConfigError` for a device that has no profile."""
+    if device.is_host:
+        return Machine(threads=torch.get_num_threads(), cache_bytes=cache_bytes())
+    typical = device.machine()
+    if not isinstance(typical, Gpu):
+        raise ConfigError(f"cannot calibrate the device {device}; a processor (cpu) or a GPU (cuda) can be")
+    return typical
 
 
 def _operator_rates() -> dict[str, float]:
@@ -108,22 +159,105 @@ def _operator_rates() -> dict[str, float]:
         call = _seconds_per_operator()
         return {
             "seconds_per_operator": call,
-            "flops_per_second": _convolution_flops() / fastest(_convolution(), time.process_time),
+            "flops_per_second": _flops_per_second(_CHANNELS, _SIDE_PX, time.process_time),
             "cached_bytes_per_second": _moved_per_second(cache_bytes() // 8),
             "memory_bytes_per_second": _moved_per_second(4 * cache_bytes()),
         }
 
 
-def _convolution() -> Callable[[], object]:
-    """Make a step of a convolution of many channels: the output and both gradients."""
-    x = torch.rand(1, _CHANNELS, _SIDE_PX, _SIDE_PX).contiguous(memory_format=torch.channels_last).requires_grad_()
-    weight = torch.rand(_CHANNELS, _CHANNELS, 3, 3).contiguous(memory_format=torch.channels_last).requires_grad_()
+def _gpu_rates(device: Device) -> dict[str, float]:
+    """Measure the rates of a GPU, as operators run on tiles, and what its host takes to ask for them."""
+    clock, here = _after(device), device.torch_device
+    values = _moved_per_second(_GPU_VALUES_BYTES, clock, here, _ROUNDS_IN_ONE)
+    return {
+        **_host_rates(device),
+        "flops_per_second": _flops_per_second(_CHANNELS, _GPU_SIDE_PX, clock, here, _ROUNDS_IN_ONE),
+        "few_channels_flops_per_second": _flops_per_second(_FEW_CHANNELS, _GPU_SIDE_PX, clock, here, _ROUNDS_IN_ONE),
+        "cached_bytes_per_second": values,
+        "memory_bytes_per_second": values,
+    }
 
-    def step() -> object:
-        y = F.conv2d(x, weight, padding=1)
-        return torch.autograd.grad(y, (x, weight), y)
 
-    return step
+def _host_rates(device: Device) -> dict[str, float]:
+    """Measure what a host takes to call an operator, and for a tile beside that, by steps of two networks that have
+    next to nothing to do: one of many operators a tile, and one of norms, which make many passes of few operators.
+    """
+    small = nn.Sequential(*(each for _ in range(_OPERATORS // 2) for each in (nn.Conv2d(1, 1, 1), nn.ReLU())))
+    normed = nn.Sequential(
+        *(each for _ in range(_NORMS) for each in (nn.Conv2d(1, 1, 1), nn.BatchNorm2d(1), nn.ReLU()))
+    )
+    amounts, seconds = zip(*(_step(small, _TILES, device), _step(normed, _TILES_OF_NORMS, device)), strict=True)
+    call, tile = np.linalg.solve(np.array(amounts), np.array(seconds))
+    return {"seconds_per_operator": max(float(call), _LEAST_SECONDS), "seconds_per_tile": max(float(tile), 0.0)}
+
+
+def _step(model: nn.Module, tiles: int, device: Device) -> tuple[tuple[float, float], float]:
+    """Time a step of a network in so many tiles a pass: the calls and tiles that plans count for it, and seconds."""
+    side = int(tiles**0.5) * _TILE_PX
+    image = np.ones((1, side, side), np.float32)
+    model = model.to(device.torch_device)
+    engine = compile(model, lambda output, target: output.mean(), tile=(_TILE_PX, _TILE_PX), device=device)
+    engine.records = False
+    plan, problem = engine.plan(image, image), engine.problem(image, image)
+    costs, calls = Costs(problem.graph, _ONLY_CALLS), len(plan.passes) * seconds_beside_tiles(_ONLY_CALLS)
+    for step in plan.passes:
+        segment, backward = plan.segments[step.segment], step.phase != "forward"
+        cost = costs.of(segment.computes, segment.tile, backward=backward)
+        calls += cost.backward_seconds if backward else cost.forward_seconds
+    return (calls, plan.tile_count), fastest(lambda: engine.backward(image, image), _after(device))
+
+
+def _gpu_copies(device: Device, size: int) -> tuple[float, dict[str, float]]:
+    """Measure a field in the host's memory that tiles on a GPU write and read, in bytes of both per second; and plain
+    copies of `size` bytes between both.
+    """
+    clock, there = _after(device), torch.ones(size, dtype=torch.uint8, device=device.torch_device)
+    pageable = torch.ones(size, dtype=torch.uint8)
+    rates = {}
+    for kind, host in (("pageable", pageable), ("pinned", pageable.pin_memory())):
+        for where, target, source in (("GPU", there, host), ("host", host, there)):
+            copy = partial(target.copy_, source, non_blocking=True)
+            rates[f"{kind}, to the {where}"] = size / fastest(copy, clock)
+    shape, boxes = _field(size)
+    layout = torch.channels_last
+    store = HostStore(shape, torch.float32, (-2, -1), device=torch.device("cpu"), memory_format=layout)
+    tile = torch.ones((1, _FIELD_CHANNELS, _FIELD_TILE_PX, _FIELD_TILE_PX), device=device.torch_device)
+    tile = tile.contiguous(memory_format=layout)
+    with closing(store):
+
+        def write_and_read() -> None:
+            for box in boxes:
+                store.write(box, tile)
+            for box in boxes:
+                store.read(box).to(device.torch_device)
+
+        return 2 * tile.nbytes * len(boxes) / fastest(write_and_read, clock), rates
+
+
+def _after(device: Device) -> _Clock:
+    """Make a clock that is read when the device has done what it was asked for."""
+
+    def clock() -> float:
+        device.synchronize()
+        return time.perf_counter()
+
+    return clock
+
+
+def _flops_per_second(channels: int, side: int, clock: _Clock, device: torch.device = _HOST, rounds: int = 1) -> float:
+    """Measure a convolution of so many channels: the output and both gradients, `rounds` times in one."""
+
+    def values(*shape: int) -> torch.Tensor:
+        return torch.rand(shape, device=device).contiguous(memory_format=torch.channels_last).requires_grad_()
+
+    x, weight = values(1, channels, side, side), values(channels, channels, 3, 3)
+
+    def step() -> None:
+        for _ in range(rounds):
+            y = F.conv2d(x, weight, padding=1)
+            torch.autograd.grad(y, (x, weight), y)
+
+    return rounds * 3 * 2.0 * (channels * side * 3) ** 2 / fastest(step, clock)
 
 
 def _chain() -> Callable[[], object]:
@@ -140,15 +274,18 @@ def _chain() -> Callable[[], object]:
     return step
 
 
-def _convolution_flops() -> float:
-    return 3 * 2.0 * (_CHANNELS * _SIDE_PX * 3) ** 2
-
-
-def _moved_per_second(nbytes: int) -> float:
-    """Measure the bytes in and out of a ReLU of so many bytes."""
-    x = torch.rand(nbytes // 4)
+def _moved_per_second(
+    nbytes: int, clock: _Clock = time.process_time, device: torch.device = _HOST, rounds: int = 1
+) -> float:
+    """Measure the bytes in and out of a ReLU of so many bytes, `rounds` times in one."""
+    x = torch.rand(nbytes // 4, device=device)
     out = torch.empty_like(x)
-    return 2 * nbytes / fastest(lambda: torch.clamp_min(x, 0.5, out=out), time.process_time)
+
+    def step() -> None:
+        for _ in range(rounds):
+            torch.clamp_min(x, 0.5, out=out)
+
+    return rounds * 2 * nbytes / fastest(step, clock)
 
 
 def _seconds_per_operator() -> float:
@@ -221,13 +358,10 @@ def file_bytes_per_second(folder: Path, size: int) -> float:
 
     Raises `StoreError` if the folder cannot be used or the disk is full.
     """
-    side = max(1, isqrt(size // (4 * _FIELD_CHANNELS)) // _FIELD_TILE_PX) * _FIELD_TILE_PX
-    starts = range(0, side, _FIELD_TILE_PX)
-    boxes = [Box(y, x, y + _FIELD_TILE_PX, x + _FIELD_TILE_PX) for y in starts for x in starts]
+    shape, boxes = _field(size)
     tile = torch.ones(1, _FIELD_CHANNELS, _FIELD_TILE_PX, _FIELD_TILE_PX)
-    scratch = Scratch(folder, _FIELD_CHANNELS * side * side * 4)
+    scratch = Scratch(folder, 4 * prod(shape))
     try:
-        shape = (1, _FIELD_CHANNELS, side, side)
         store = DiskStore(FieldSpec("rate", shape, tile.dtype, (-2, -1)), scratch)
         with closing(store), operator_threads(1):
 
@@ -241,6 +375,14 @@ def file_bytes_per_second(folder: Path, size: int) -> float:
             return 2 * tile.nbytes * len(boxes) / fastest(write_and_read, time.process_time)
     finally:
         scratch.close()
+
+
+def _field(size: int) -> tuple[tuple[int, ...], list[Box]]:
+    """Return the shape of a field of about `size` bytes, and the boxes of its tiles."""
+    side = max(1, isqrt(size // (4 * _FIELD_CHANNELS)) // _FIELD_TILE_PX) * _FIELD_TILE_PX
+    starts = range(0, side, _FIELD_TILE_PX)
+    boxes = [Box(y, x, y + _FIELD_TILE_PX, x + _FIELD_TILE_PX) for y in starts for x in starts]
+    return (1, _FIELD_CHANNELS, side, side), boxes
 
 
 def codec_rates(size: int) -> tuple[float, float]:
@@ -261,7 +403,7 @@ def codec_rates(size: int) -> tuple[float, float]:
     return field.nbytes / max(encoding, decoding), field.nbytes / sum(map(len, encoded))
 
 
-def fastest(work: Callable[[], object], clock: Callable[[], float] = time.perf_counter) -> float:
+def fastest(work: Callable[[], object], clock: _Clock = time.perf_counter) -> float:
     """Return the seconds of the fastest of a few runs, after one that warms up."""
     work()
     best = float("inf")

@@ -16,9 +16,8 @@ import torch
 
 from gigagrad.execution.ordered_sum import Joined, OrderedSum
 from gigagrad.execution.overlaps import Overlap
-from gigagrad.execution.prepared import Prepared
+from gigagrad.execution.prepared import Prepared, Shape
 from gigagrad.execution.scalars import Values
-from gigagrad.graphs import Merge, merge_of
 from gigagrad.plans import Chunks, Segment, Tiles
 from gigagrad.plans.chunks import before, behind
 from gigagrad.plans.partition import gradient_dtype, share_of, sum_dtype
@@ -26,8 +25,6 @@ from gigagrad.plans.program import Exchange, Gather, Sum, Transfer
 from gigagrad.ranks import Ranks
 from gigagrad.ranks.ranks import packed, unpacked
 from gigagrad.stores import Store
-
-Shape = tuple[tuple[int, ...], torch.dtype]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -49,7 +46,8 @@ class Comm:
     def __init__(self, prepared: Prepared, ranks: Ranks) -> None:
         self._prepared, self._problem, self._graph, self._ranks = prepared, prepared.problem, prepared.graph, ranks
         self._device, self._dtype = prepared.device.torch_device, prepared.device.sum_dtype
-        gathers = [step for step in prepared.plan.steps if isinstance(step, Gather) and step.gradients]
+        steps = prepared.plan.steps if ranks.count > 1 else ()
+        gathers = [step for step in steps if isinstance(step, Gather) and step.gradients]
         self._late = frozenset(i for step in gathers for i in step.nodes)
 
     def own(self, step: Tiles) -> tuple[Chunks, range]:
@@ -57,10 +55,11 @@ class Comm:
         return self._prepared.chunks(step.segment), step.own(self._ranks.index)
 
     def new_sums(self, step: Tiles) -> OrderedSum:
-        return OrderedSum(self._dtype, self._merges(step.segment), before(*self.own(step)))
+        return OrderedSum(self._dtype, self._prepared.bound(step.segment).merges, before(*self.own(step)))
 
     def new_overlap(self, step: Tiles, chunks: Chunks, field: int, store: Store) -> Overlap:
-        elsewhere = chunks.reached_before(field, step.own(self._ranks.index).start)
+        first = step.own(self._ranks.index).start
+        elsewhere = chunks.reached_before(field, first) if first else []
         return Overlap(store, chunks, field, elsewhere, (self._device, self._prepared.layout))
 
     def shapes(self, nodes: Iterable[int]) -> dict[int, Shape]:
@@ -114,14 +113,9 @@ class Comm:
 
     def _sums(self, step: Tiles, sums: OrderedSum, how: Sum, chunks: Sequence[Sequence[int]]) -> Sums:
         own = sums.joined(behind(*self.own(step))) if how.all else []
-        total = OrderedSum(self._dtype, self._merges(step.segment))
+        total = OrderedSum(self._dtype, self._prepared.bound(step.segment).merges)
         others = chunks if how.all else [()] * self._ranks.count
         return Sums(self._ranks, own, others, self.shapes(how.all), how.shared, total, self._device)
-
-    def _merges(self, segment: int) -> dict[int, Merge]:
-        reductions = self._prepared.plan.segments[segment].computes.reductions
-        merges = ((i, merge_of(self._graph[i])) for i in reductions)
-        return {i: merge for i, merge in merges if merge is not None}
 
 
 class Message(ABC):

@@ -44,7 +44,7 @@ def compile(
 
     Args:
         model: any module; takes `(1, C, H, W)` in the dtype the image holds (uint8 for a slide), several images as
-            several arguments. Operators that have no tile rule run on whole fields; the plan names them. Out of
+            several arguments. Operators without a tile rule run on whole activations; the plan names them. Out of
             `torch.compile`, `DataParallel` and `DistributedDataParallel` (of one process) it is taken.
         loss: `loss(output, target)` returns a scalar; `output` is whatever the model returns, `target` what its image
             holds, with a batch axis. PyTorch's `cross_entropy` and `nll_loss` take class ids `(1, 1, H, W)` of any
@@ -55,26 +55,26 @@ def compile(
         precision: `"bfloat16"` or `"float16"` as autocast would, `"float32"` or `"float64"` as if the model and the
             image were cast; None: the model's own dtype. Sums over tiles are in float64, and gradients in their
             parameters' dtypes. In float16 no loss needs scaling: that happens inside (docs/math.md).
-        scratch: an existing folder, on a fast disk, for the fields that do not fit in `memory`: in a folder of this
+        scratch: an existing folder, on a fast disk, for activations that do not fit in `memory`: in a folder of this
             run's own, which goes when the run ends. Or another `Tier`. Without it they are computed again.
         scratch_bytes: the most that these files may take; None: what is free. `host_memory`: the same beside a GPU.
-        storage: how fields that a plan keeps are stored; `"exact"` (None): bit for bit. Lossy, so never by itself:
+        storage: how activations that a plan saves are stored; `"exact"` (None): bit for bit. Lossy, so never by itself:
             `"bfloat16"`, `"float16"` (half the bytes of float32), or `"error 0.01"`: quantised, in files only, with
             errors of at most that. The run goes on from what was stored, and its gradient is exact for that
             (docs/math.md).
         optimizer: plans keep room for the state that its first step makes; None: room for Adam's.
-        tile: `(height, width)` in pixels of the last field, to force the tile's shape (tests, experiments).
+        tile: `(height, width)` in pixels of the last activation, to force the tile's shape (tests, experiments).
         seed: of random operators (dropout, stochastic depth), which otherwise draw from PyTorch's own generator. With
             one, the n-th run of an engine draws the same numbers as the n-th run of another.
         mesh: the ranks that compute the tiles of one image together, of `torch.distributed.init_device_mesh`: its only
             dimension, or the one named "tile". Every rank then calls the same methods with the same arguments, which
-            are compared before every step, holds its share of the fields within `memory`, and gets the whole loss and
+            are compared before every step, holds its share of the activations in `memory`, and gets the whole loss and
             gradients: the same bits as one process gets with the same plan. Images that a model returns come from one
             process. Or `gigagrad.ranks.Ranks` themselves.
         journal: a folder where `backward` writes down its finished chunks, in a folder of this step's own that
             goes when the step is over. One that was killed goes on behind them when it is asked for again, of the same
             weights, by any number of ranks that see the folder; images are read again and compared by hash. Takes as
-            much room as the fields that the plan keeps and their cotangents, and the time to write these.
+            much room as the activations that the plan saves and their cotangents, and the time to write these.
         progress: a step that takes seconds shows its tiles on standard error, where that is a terminal or a notebook,
             unless somebody listens to `Engine.events`.
 

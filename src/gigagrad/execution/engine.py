@@ -7,9 +7,11 @@ import operator
 import sys
 import time
 from collections.abc import Callable, Generator, Iterator
-from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -18,15 +20,18 @@ from torch.utils._pytree import tree_unflatten
 from gigagrad.boxes import Box
 from gigagrad.devices import Device, Machine
 from gigagrad.errors import ConfigError, ModelError
-from gigagrad.events import Events, Notice, StepMeasured
+from gigagrad.events import Events, Notice, StepMeasured, TileDone
 from gigagrad.execution.captures import Captures
 from gigagrad.execution.gradient_scale import MOST_OVERFLOWS, CotangentOverflow
 from gigagrad.execution.model_state import Left, check_independent, leave_state, stored_in
 from gigagrad.execution.planner import Planner
+from gigagrad.execution.predicted_image import PredictedImage
 from gigagrad.execution.prepared import Prepared
+from gigagrad.execution.recorded import RecordedRun, RecordedStep, Sources
 from gigagrad.execution.rounding_error import average_in
 from gigagrad.execution.run import Run
-from gigagrad.execution.seeds import drawing, draws_of
+from gigagrad.execution.scalars import Values
+from gigagrad.execution.seeds import drawing, draws_of, seed_values
 from gigagrad.execution.sinks import Handed, OutputField, Pyramid, Sink, WholeTensor
 from gigagrad.execution.sources import Source, opened_sources
 from gigagrad.execution.tracebacks import lets_go, stream_lets_go
@@ -101,6 +106,7 @@ class Engine:
         self.ranks = ranks
         """Who computes the tiles together."""
         self._progress, self._journal, self._again = progress, journal, again
+        self._steps: WeakKeyDictionary[Prepared, RecordedStep] = WeakKeyDictionary()
         self._predicting: Engine | None = None
         """An engine of the same model without the loss, once it is asked for predictions."""
         self.last_run: StepMeasured | None = None
@@ -128,6 +134,15 @@ class Engine:
     @in_tiles.setter
     def in_tiles(self, asked: bool) -> None:
         self._planner.choose_tiles(only=asked)
+
+    @property
+    def records(self) -> bool:
+        """Record steps and replay them, where the device does."""
+        return self._planner.records
+
+    @records.setter
+    def records(self, asked: bool) -> None:
+        self._planner.record_steps(asked)
 
     def __repr__(self) -> str:
         loss = "no loss" if self.loss is None else getattr(self.loss, "__name__", type(self.loss).__name__)
@@ -208,7 +223,7 @@ class Engine:
                 with hooks_called(run.hooked):
                     _accumulate(run.gradients)
                 return run.output
-        parameters = {**dict(self._composite.named_parameters(remove_duplicate=False)), **graph.closed}
+        parameters = {**self._composite.named_tensors(), **graph.closed}
         found: list[tuple[torch.Tensor, torch.Tensor]]
         found = [(parameters[graph[i].arguments["name"]], gradient) for i, gradient in run.gradients.items()]
         run.gradients.clear()
@@ -284,6 +299,38 @@ class Engine:
         self._one_process("stream")
         with opened_sources(self._composite, image, None) as sources:
             yield from self._pieces(sources, Handed())
+
+    @lets_go
+    def at(self, image: Any, *, at_once: bool = False) -> PredictedImage:
+        """Open the prediction of an image as an image `(C, H, W)`, whose boxes are computed when they are read.
+
+        Each pixel has the bits that `forward` gives it. Of a plan with one segment a box costs the tiles that it meets;
+        else the first box also costs what the plan computes before: sums over the image, fields that it keeps. With
+        `at_once` the plan is another one that keeps no fields: then only sums over the image come first, and a pixel
+        may be rounded otherwise than by `forward`. It is the model's prediction as that is now, and its buffers stay as
+        they are. Close it: it holds threads, and what the plan keeps.
+
+        Raises: as `plan`; ConfigError if the model's output is not an image.
+        """
+        if self.loss is not None:
+            return self._without_loss().at(image, at_once=at_once)
+        self._one_process("at")
+        with ExitStack() as held:
+            sources = held.enter_context(opened_sources(self._composite, image, None))
+            captured = self._captures.get(sources)
+            if not _delivers_image(captured.graph):
+                raise ConfigError("at needs a model whose output is an image")
+            if at_once:
+                prepared = self._planner.prepare_boxes(captured.graph, sources)
+            else:
+                prepared = self._planner.prepare(captured.graph, sources, Handed(), backward=False)
+            stored, draws = stored_in(self._composite, prepared.graph), self._draws(prepared)
+            run = held.enter_context(Run(prepared, sources, stored, self.events, backward=False, draws=draws))
+            node = prepared.graph[prepared.graph.output]
+            seen = _image_of_its_size(node, sources)
+            name = getattr(sources["image"].image, "name", "prediction")
+            mpp = None if seen is None else seen.mpp
+            return PredictedImage(run, prepared.plan, node, name, mpp, held.pop_all())
 
     def state_dict(self) -> dict[str, Any]:
         """Return tile shapes and memory layouts by size, which depend on the machine and on the memory at hand,
@@ -363,7 +410,9 @@ class Engine:
             self._planner.finished(prepared, None)
         leave_state(self._composite, run.updates, captured)
 
-    def _run(self, phase: str, sources: dict[str, Source], filled: list[torch.Tensor]) -> tuple[Run | WholeRun, Graph]:
+    def _run(
+        self, phase: str, sources: dict[str, Source], filled: list[torch.Tensor]
+    ) -> tuple[Run | RecordedRun | WholeRun, Graph]:
         """Return a finished run of a graph whose output is no image."""
         try:
             return self._run_as_planned(phase, sources, filled)
@@ -375,46 +424,69 @@ class Engine:
 
     def _run_as_planned(
         self, phase: str, sources: dict[str, Source], filled: list[torch.Tensor]
-    ) -> tuple[Run | WholeRun, Graph]:
+    ) -> tuple[Run | RecordedRun | WholeRun, Graph]:
         with self._measured(phase, sources) as (prepared, captured, more):
             if prepared.plan.whole:
                 backward = phase == "backward"
                 whole = WholeRun(prepared, sources, self._composite, self.events, filled, backward=backward)
                 self._run_whole(whole, prepared, captured)
                 return whole, prepared.graph
-            draws = self._draws(prepared)
-            for overflows in range(self.overflows, MOST_OVERFLOWS + 1):
-                try:
-                    stored, backward = stored_in(self._composite, prepared.graph), phase == "backward"
-                    run = Run(
-                        prepared,
-                        sources,
-                        stored,
-                        self.events,
-                        backward=backward,
-                        overflows=overflows,
-                        draws=draws,
-                        ranks=self.ranks,
-                        journal=self._journal if backward else None,
-                    )
-                    with run, closing(run):
-                        run.run()
-                    break
-                except CotangentOverflow:
-                    told = "a gradient left the range of float16; the step begins anew, with smaller cotangents inside"
-                    self.events.emit(Notice(told))
-            if run.journal.taken:
-                told = f"the step went on behind {run.journal.taken} chunks that were finished before"
-                self.events.emit(Notice(told))
-            if overflows != self.overflows and all(g.isfinite().all() for g in run.gradients.values()):
-                self.overflows = overflows
+            computed = self._replayed if prepared.may_be_recorded else self._in_tiles
+            run = computed(phase, prepared, self._draws(prepared), sources)
             self._planner.finished(prepared, run.pass_seconds)
             gradients = {prepared.graph[i].arguments["name"]: g for i, g in run.gradients.items()}
             more["gradient_error"] = average_in(self._squared_errors, run.rounding_errors, gradients)
         leave_state(self._composite, run.updates, captured)
         in_tiles = phase == "backward" and not prepared.plan.whole_pixels
-        self.left = Left(self._composite, captured, run.values) if in_tiles else None
+        replayed = isinstance(run, RecordedRun)
+        self.left = Left(self._composite, captured, run.values, overwritten=replayed) if in_tiles else None
         return run, prepared.graph
+
+    def _in_tiles(
+        self, phase: str, prepared: Prepared, draws: int, sources: Sources, seeds: Values | None = None
+    ) -> Run:
+        for overflows in range(self.overflows, MOST_OVERFLOWS + 1):
+            try:
+                stored, backward = stored_in(self._composite, prepared.graph), phase == "backward"
+                run = Run(
+                    prepared,
+                    sources,
+                    stored,
+                    self.events,
+                    backward=backward,
+                    overflows=overflows,
+                    draws=draws,
+                    seeds=seeds,
+                    ranks=self.ranks,
+                    journal=self._journal if backward else None,
+                )
+                with run, closing(run):
+                    run.run()
+                break
+            except CotangentOverflow:
+                told = "a gradient left the range of float16; the step begins anew, with smaller cotangents inside"
+                self.events.emit(Notice(told))
+        if run.journal.taken:
+            told = f"the step went on behind {run.journal.taken} chunks that were finished before"
+            self.events.emit(Notice(told))
+        if overflows != self.overflows and all(g.isfinite().all() for g in run.gradients.values()):
+            self.overflows = overflows
+        return run
+
+    def _replayed(self, phase: str, prepared: Prepared, draws: int, sources: Sources) -> Run | RecordedRun:
+        """Replay the step, or compute it as one that is going to be replayed."""
+        step = self._steps.get(prepared)
+        if step is None:
+            step = RecordedStep(self._device, lambda text: self.events.emit(Notice(text, warning=True)))
+            self._steps[prepared] = step
+        composite, graph = self._composite, prepared.graph
+        tensors = (*composite.named_tensors().values(), *graph.closed.values())
+        compute = partial(self._in_tiles, phase, prepared, draws)
+        run = step.run(graph, sources, seed_values(graph, draws), tensors, compute)
+        if isinstance(run, RecordedRun):
+            tiles = prepared.plan.tile_count
+            self.events.emit(TileDone(phase, tiles, tiles, 0.0))
+        return run
 
     def _run_whole(self, run: WholeRun, prepared: Prepared, captured: Captured) -> None:
         run.run()
@@ -430,19 +502,21 @@ class Engine:
         """Yield the plan, what was captured, and a dictionary for what else the run is to report in `last_run`."""
         captured = self._captures.get(sources)
         prepared = self._planner.prepare(captured.graph, sources, sink, backward=phase == "backward")
+        RecordedStep.drop_others(self._device, self._steps.get(prepared))
         earlier = self._device.peak_bytes()
         start = time.perf_counter()
         more: dict[str, float] = {}
         yield prepared, captured, more
-        height, width = sources["image"].spec.shape[-2:]
+        image = sources["image"].spec
         self.last_run = StepMeasured(
             phase=phase,
-            pixels=height * width,
+            pixels=image.shape[0] * image.shape[-2] * image.shape[-1],
             seconds=time.perf_counter() - start,
             peak_bytes=self._device.peak_bytes(),
             predicted_peak_bytes=prepared.plan.predicted_peak_bytes,
             budget_bytes=self._budget_bytes or 0,
             earlier_peak_bytes=earlier,
+            patches=image.shape[0] if image.bag else 0,
             **more,
         )
         self.events.emit(self.last_run)
@@ -457,7 +531,8 @@ def _sink(out: str | Path | Sink | None, node: Node, sources: dict[str, Source])
 def _image_of_its_size(node: Node, sources: dict[str, Source]) -> Image | None:
     """Return the image where the field is of its size, so that its pixels are where the image's are."""
     source = sources["image"]
-    return source.image if source.spec.shape[-2:] == node.shape[-2:] else None
+    image = source.image
+    return image if isinstance(image, Image) and source.spec.shape[-2:] == node.shape[-2:] else None
 
 
 def _whole_gradient(run: Run) -> tuple[Box, torch.Tensor]:

@@ -6,9 +6,9 @@ a crop comes from, a whole field, a window of it or a file, must not show in the
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 import torch
+
+from gigagrad.graphs.crops import strides
 
 _ALIGNED_BYTES = 64
 """PyTorch's own allocations begin at multiples of this."""
@@ -21,14 +21,8 @@ def laid_out(value: torch.Tensor, layout: torch.memory_format = torch.contiguous
     if value.ndim != 4 or (value.shape[1] == 1 and value.stride(1) != 1):  # one channel lies in either layout
         layout = torch.contiguous_format
     value = aligned(value.contiguous(memory_format=layout))
-    strides = _strides(tuple(value.shape), layout)
-    return value if value.stride() == strides else value.as_strided(value.shape, strides)
-
-
-@lru_cache(maxsize=4096)
-def _strides(shape: tuple[int, ...], layout: torch.memory_format) -> tuple[int, ...]:
-    """Return the strides of a new tensor of this shape."""
-    return torch.empty(shape, device="meta", memory_format=layout).stride()
+    usual = strides(value.shape, layout)
+    return value if value.stride() == usual else value.as_strided(value.shape, usual)
 
 
 def aligned(value: torch.Tensor) -> torch.Tensor:

@@ -6,6 +6,7 @@ import copy
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -14,20 +15,20 @@ from gigagrad.errors import ModelError
 from gigagrad.execution.scalars import Values, evaluated
 from gigagrad.graphs import Captured, Graph, LossModule
 
+_BEHIND: WeakKeyDictionary[Graph, tuple[list[int], set[int], set[int]]] = WeakKeyDictionary()
 _USUAL_COPIES = 2
 """Copies of the trainable parameters, where nothing says what there will be: Adam's two moments."""
 _OTHER_KERNELS = ("foreach", "fused", "capturable")
 """Options that ask for kernels which tensors without storage do not have; the state is the same without."""
 
 
-def stored_in(composite: LossModule, graph: Graph) -> Callable[[str, str], torch.Tensor]:
-    """Return a function that looks up a parameter or buffer as it is now, by its kind and name in the graph."""
+def stored_in(composite: LossModule, graph: Graph) -> Callable[[str], torch.Tensor]:
+    """Return a function that looks up a parameter or buffer as it is now, by its name in the graph."""
+    tensors = {**composite.named_tensors(), **graph.closed}
 
-    def look_up(kind: str, name: str) -> torch.Tensor:
-        if name in graph.closed:
-            return graph.closed[name].detach()
-        tensor = composite.get_parameter(name) if kind == "parameter" else composite.get_buffer(name)
-        return tensor.detach().to(composite.dtype_of(tensor.dtype))
+    def look_up(name: str) -> torch.Tensor:
+        tensor = tensors[name].detach()
+        return tensor if name in graph.closed else tensor.to(composite.dtype_of(tensor.dtype))
 
     return look_up
 
@@ -38,17 +39,21 @@ def leave_state(composite: LossModule, updates: Mapping[str, torch.Tensor], capt
 
     `updates` are new values.
     """
+    written: dict[torch.dtype, dict[int, tuple[torch.Tensor, torch.Tensor]]] = {}
+    closed = captured.graph.closed
+    tensors = {**composite.named_tensors(), **closed}
     for name, value in updates.items():
-        if name in captured.graph.closed:
-            captured.graph.closed[name].copy_(value)
-            continue
-        path, _, own = name.rpartition(".")
-        owner = composite.get_submodule(path)
-        buffer = getattr(owner, own)
-        if buffer is not None and buffer.shape == value.shape:
-            buffer.detach().copy_(value)
+        buffer = tensors.get(name)
+        if buffer is not None and (name in closed or buffer.shape == value.shape):
+            written.setdefault(buffer.dtype, {})[buffer.data_ptr()] = buffer.detach(), value  # one of two names
         else:
+            path, _, own = name.rpartition(".")
+            owner = composite.get_submodule(path)
             setattr(owner, own, value.clone() if buffer is None else value.to(buffer, copy=True))
+    with torch.no_grad():
+        for pairs in written.values():
+            buffers, values = zip(*pairs.values(), strict=True)
+            torch._foreach_copy_(buffers, values)
     for name in captured.frozen:
         frozen = captured.graph.closed[name] if name in captured.graph.closed else composite.get_parameter(name)
         frozen.requires_grad_(False)
@@ -58,24 +63,22 @@ def leave_state(composite: LossModule, updates: Mapping[str, torch.Tensor], capt
 class Left:
     """The buffers that a run wrote, to be written again where these hold something else meanwhile. `values` by node.
 
-    The model must have passed `check_independent`.
+    The model must have passed `check_independent`. `overwritten`: by the next run, so that copies are needed.
     """
 
-    def __init__(self, composite: LossModule, captured: Captured, values: Values) -> None:
+    def __init__(self, composite: LossModule, captured: Captured, values: Values, *, overwritten: bool = False) -> None:
         self._composite, self._captured = composite, captured
         graph = captured.graph
-        self._later = _behind_written(graph)
-        read = {*graph.updates.values(), *(i for later in self._later for i in graph[later].operands)}
-        self._written = {i for i in read if _is_written(graph, i)}
-        needed = read - self._written - set(self._later)
-        self._values = {i: values[i].detach() for i in needed if i in values}  # of dependent models some are gone
+        self._later, self._written, needed = _behind(graph)
+        found = {i: values[i].detach() for i in needed if i in values}  # of dependent models some are gone
+        self._values = {i: value.clone() for i, value in found.items()} if overwritten else found
 
     def again(self) -> None:
         """Write the buffers as if the run took place now."""
         graph, values = self._captured.graph, dict(self._values)
         device = next((value.device for value in values.values()), torch.device("cpu"))
         stored = stored_in(self._composite, graph)
-        values |= {i: stored(graph[i].op, graph[i].arguments["name"]).to(device) for i in self._written}
+        values |= {i: stored(graph[i].arguments["name"]).to(device) for i in self._written}
         with torch.no_grad():
             for i in self._later:
                 values[i] = evaluated(graph, i, values, device)
@@ -94,6 +97,19 @@ def check_independent(captured: Captured) -> None:
     else:
         return
     raise ModelError(f"a forward of the model {what}, so slides come one after the other; leave all ranks in one group")
+
+
+def _behind(graph: Graph) -> tuple[list[int], set[int], set[int]]:
+    """Return the nodes behind buffers and parameters that the graph writes, those, and what else they read: worked out
+    once for a graph.
+    """
+    found = _BEHIND.get(graph)
+    if found is None:
+        later = _behind_written(graph)
+        read = {*graph.updates.values(), *(i for node in later for i in graph[node].operands)}
+        written = {i for i in read if _is_written(graph, i)}
+        found = _BEHIND[graph] = later, written, read - written - set(later)
+    return found
 
 
 def _is_written(graph: Graph, node_id: int) -> bool:

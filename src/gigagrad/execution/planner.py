@@ -16,6 +16,7 @@ import hashlib
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from functools import partial
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,8 @@ from gigagrad.ranks.ranks import mismatched_numerics
 from gigagrad.stores import Rounding, Tier
 from gigagrad.stores.store import least_room
 
+_IMAGES_SHARE = 0.25
+"""The share of a device's memory that images may take for the whole of a step."""
 _WORTH_A_TRIAL = 32
 """Fewer tiles than this are over before a trial of memory layouts would pay."""
 _MOST_TRIED = 4
@@ -51,6 +54,8 @@ _CHEAP, _SOON = 0.02, 2.0
 """A tile of every pass is timed before a first run where that takes at most this share of it, and so many seconds."""
 _LAYOUTS = 6
 """A trial of memory layouts takes as long as so many tiles of every pass; it may take as many seconds as above."""
+_MOST_OF_A_BOX = 1024
+"""Pixels a side of tiles that are computed when somebody looks at them: a screen meets a few."""
 _UNSEEN_BYTES = UNNOTICED_BYTES // 2
 """Bytes that a process may use more than a plan counts on before it is planned for anew."""
 _MOST_SIZES = 32
@@ -94,7 +99,9 @@ class Planner:
         self._rounding = rounding
         self._events = events
         self._device, self._budget_bytes, self._tiers = device, budget_bytes, tiers
-        self._tile = tile
+        self._tile, self._journal = tile, journal
+        self.records = device.records
+        """Plan steps so that they can be recorded and replayed."""
         self._planned: OrderedDict[tuple[object, ...], Prepared] = OrderedDict()
         self._agreement = Agreement(ranks, composite, settings)
         self._plan_keys: dict[str, PlanKey] = {}
@@ -121,6 +128,19 @@ class Planner:
             self._planned.popitem(last=False)
         self._plan_keys[_name(sources, backward=backward)] = plan_key(planned.plan)
         return planned
+
+    def prepare_boxes(self, graph: Graph, sources: dict[str, Source]) -> Prepared:
+        """Return the graph with a plan for boxes of a prediction that are read one by one: it keeps no fields, and its
+        tiles are not larger than what somebody may look at. Raises as `Engine.plan`.
+        """
+        problem, layout = self.problem(graph, sources, Handed(), backward=False), _usual_layout(graph)
+        tiles = (self._tile,) if self._tile else None
+        with self._events.preparing("plan") as tried:
+            plan = make_plan(problem, memory_format=layout, tiles=tiles, kept={}, tried=tried)
+            if tiles is None and max(plan.tile) > _MOST_OF_A_BOX:
+                smaller = (min(plan.tile[0], _MOST_OF_A_BOX), min(plan.tile[1], _MOST_OF_A_BOX))
+                plan = make_plan(problem, memory_format=layout, tiles=(smaller,), kept={}, tried=tried)
+        return self._prepared(problem, plan)
 
     def finished(self, prepared: Prepared, pass_seconds: tuple[float, ...] | None) -> None:
         """Record that it has run: what it added to the process beside tensors is there, and what its passes took is
@@ -179,7 +199,7 @@ class Planner:
         machine = machine or device.machine(lambda text: self._events.emit_once(Notice(text, warning=True)))
         told = self._agreement.all_gather_object(own, graph, sources, backward=backward, content=False)
         budgets, sizes, rooms, compiled = zip(*told, strict=True)
-        return Problem(
+        problem = Problem(
             graph=graph,
             backward=backward,
             machine=machine,
@@ -194,9 +214,28 @@ class Planner:
             rooms={tier.name: least_room(found) for tier, found in zip(others, zip(*rooms, strict=True), strict=True)},
             ranks=self._ranks.count,
             rounding=self._rounding,
+            saves=self._journal is None,
             whole=self._whole(graph, sink, backward=backward),
             free_bytes=device.free_bytes() if self._budget_bytes is None else None,
             reading=reading_of(sources, device, machine.threads),
+        )
+        return self._recorded(problem, sources, sink)
+
+    def _recorded(self, problem: Problem, sources: dict[str, Source], sink: Sink | None) -> Problem:
+        """Return the problem of a step that is recorded, where the device records and has room for the images."""
+        computed = self._ranks.count > 1 or sink is not None or self._rounding is not None or self._journal is not None
+        if computed or not self.records or self._composite.precision is torch.float16:
+            return problem
+        nbytes = sum(prod(one.spec.shape) * one.spec.read_dtype.itemsize for one in sources.values())
+        if problem.room_bytes is not None and nbytes > _IMAGES_SHARE * problem.room_bytes:
+            return problem
+        return dataclasses.replace(
+            problem,
+            image_bytes=nbytes,
+            machine=problem.machine.replaying(),
+            tiers=problem.tiers[:1],
+            rooms={},
+            unrecorded=problem,
         )
 
     def _whole(self, graph: Graph, sink: Sink | None, *, backward: bool) -> WholeCost | None:
@@ -216,6 +255,12 @@ class Planner:
         tiles = (self._tile,) if self._tile else None
         with self._events.preparing("plan") as tried:
             return make_plan(problem, memory_format=_usual_layout(problem.graph), tiles=tiles, tried=tried)
+
+    def record_steps(self, asked: bool) -> None:
+        """Plan anew from the next run on, for steps that are recorded where the device does so, or for others."""
+        if asked != self.records:
+            self.records = asked and self._device.records
+            self._planned.clear()
 
     def choose_tiles(self, *, only: bool) -> None:
         """Plan anew from the next run on, `only` in tiles or in either way."""
@@ -257,7 +302,7 @@ class Planner:
         return self._prepared(problem, plan, ran=known is not None and known.has_run_as(plan))
 
     def _prepared(self, problem: Problem, plan: Plan, *, ran: bool = False) -> Prepared:
-        problem = problem.of(plan.whole_pixels)
+        problem = estimate.problem_of(plan, problem).of(plan.whole_pixels)
         programs = TilePrograms(problem.graph, self._device.torch_device)
         prepared = Prepared(plan, self._device, problem, programs, ran=ran)
         prepared.compiled = _compiled(prepared)
@@ -279,7 +324,7 @@ class Planner:
             adopted = None
         plan = self.make(problem) if adopted is None else self._again(problem, adopted)
         prepared = self._prepared(problem, plan)
-        if plan.whole:
+        if plan.whole or self._device.records:  # one tile tells nothing of a step that is replayed
             return prepared
         seconds = _trial_seconds(plan)
         pays = plan.tile_count >= _WORTH_A_TRIAL and len(plan.segments) <= _MOST_TRIED and _LAYOUTS * seconds <= _SOON
@@ -314,6 +359,7 @@ class Planner:
                 tiles=tiles,
                 kept=dict(key["kept"]),
                 whole_pixels=key["whole_pixels"],
+                saved=tuple(key["saved"]),
             )
             return dataclasses.replace(plan, threads=key["threads"])
         except BudgetError:

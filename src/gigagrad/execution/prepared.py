@@ -2,24 +2,52 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
+from gigagrad.boxes import Box
 from gigagrad.devices import Device
-from gigagrad.execution.tile_program import TilePrograms
-from gigagrad.graphs import Graph
+from gigagrad.execution.seeds import SEED, drawing
+from gigagrad.execution.tile_program import SegmentPrograms, TilePrograms
+from gigagrad.graphs import Graph, Merge, merge_of
+from gigagrad.graphs.crops import OnDevices
 from gigagrad.plans import Chunks, Grid, Plan, Problem, Segment, estimate, split_segments
-from gigagrad.plans.chunks import chunks_of
+from gigagrad.plans.chunks import chunks_of, waiting_sums
+from gigagrad.plans.memory import gradient_sum_bytes
+from gigagrad.plans.partition import sum_dtype
 from gigagrad.plans.plan import amount_of, total
-from gigagrad.stores import Rounding
+from gigagrad.plans.segments import summed_globals
+from gigagrad.stores import FieldSpec, Rounding
 
+Shape = tuple[tuple[int, ...], torch.dtype]
 PlanKey = dict[str, Any]
 """The choices of a plan as plain types: enough to make the same plan again, in another process, too."""
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False)
+class Pass:
+    """Holds what the tiles of a segment's passes have in common in every run."""
+
+    segment: Segment
+    programs: SegmentPrograms
+    chunks: Chunks
+    leaves: tuple[int, ...]
+    """The nodes, beside fields, whose gradients a backward pass sums."""
+    reduced: frozenset[int]
+    """The fields that its reductions reduce."""
+    merges: Mapping[int, Merge]
+    """Reductions that are merged otherwise than by adding up."""
+    gradients: Mapping[int, Shape]
+    """Shapes and dtypes of the sums of gradients."""
+    reductions: Mapping[int, Shape]
+    sum_bytes: int
+    """Bytes that the sums of gradients of a backward pass take."""
+
+
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class Prepared:
     """A captured graph with its plan, ready to run on any image of the same size."""
 
@@ -33,6 +61,10 @@ class Prepared:
     taken: tuple[float, ...] | None = None
     """Seconds that each pass took when this ran last; None before, and after streams, in which others have a part."""
     _chunks: dict[tuple[object, ...], Chunks] = field(default_factory=dict)
+    windows: dict[tuple[int, bool, int], list[tuple[Box, FieldSpec]]] = field(init=False, default_factory=dict)
+    """Windows that ranks hold of buffers, by node, whether of cotangents, and rank."""
+    _passes: dict[int, Pass] = field(init=False, default_factory=dict)
+    _constants: dict[str, OnDevices] = field(default_factory=dict)
 
     @property
     def graph(self) -> Graph:
@@ -46,6 +78,19 @@ class Prepared:
     def segments(self) -> tuple[Segment, ...]:
         return self.plan.computed
 
+    def constant(self, name: str) -> torch.Tensor:
+        """Return a constant of the graph, on the device."""
+        if name not in self._constants:
+            self._constants[name] = OnDevices(self.graph.constants[name])
+        return self._constants[name].on(self.device.torch_device)
+
+    @property
+    def may_be_recorded(self) -> bool:
+        """Say whether a step of it asks for the same whatever is in an image, all of it in the device's own memory."""
+        elsewhere = any(field.tier != self.problem.memory.name for field in self.plan.kept)
+        draws = any(self.graph[i].op != SEED for i in drawing(self.graph))
+        return self.problem.image_bytes > 0 and not (elsewhere or draws)
+
     @property
     def fixed_bytes(self) -> int:
         """Bytes that the process holds beside the tiles, with what kernels add."""
@@ -58,6 +103,34 @@ class Prepared:
         if key not in self._chunks:
             self._chunks[key] = chunks_of(self.graph, described)
         return self._chunks[key]
+
+    def bound(self, segment: int) -> Pass:
+        """Return what passes of a segment need that no run changes."""
+        found = self._passes.get(segment)
+        if found is None:
+            found = self._passes[segment] = self._bind(segment)
+        return found
+
+    def _bind(self, index: int) -> Pass:
+        graph, segment, described = self.graph, self.segments[index], self.plan.segments[index]
+        leaves, sums = summed_globals(graph, segment), self.device.sum_dtype
+
+        def shapes(nodes: Iterable[int]) -> dict[int, Shape]:
+            return {i: (graph[i].shape, sum_dtype(self.problem, i)) for i in nodes}
+
+        waiting = 1 + waiting_sums(described.chunks, described.tile_count)
+        merges = ((i, merge_of(graph[i])) for i in segment.reductions)
+        return Pass(
+            segment=segment,
+            programs=self.programs.of(segment),
+            chunks=self.chunks(index),
+            leaves=tuple(leaves),
+            reduced=frozenset(graph[i].operands[0] for i in segment.reductions),
+            merges={i: merge for i, merge in merges if merge is not None},
+            gradients=shapes(leaves),
+            reductions=shapes(segment.reductions),
+            sum_bytes=waiting * gradient_sum_bytes(graph, segment, sums),
+        )
 
     def grid(self, segment: Segment) -> Grid:
         return self.chunks(segment.index).grid
@@ -82,6 +155,7 @@ def plan_key(plan: Plan) -> PlanKey:
         "kept": [[field.node, field.tier] for field in plan.kept],
         "whole": plan.whole is not None,
         "whole_pixels": plan.whole_pixels,
+        "saved": [segment.saved_tiles for segment in plan.segments],
     }
 
 
@@ -97,6 +171,7 @@ def read_plan_key(data: PlanKey) -> PlanKey:
         "kept": [[int(node), str(tier)] for node, tier in data["kept"]],
         "whole": bool(data.get("whole", False)),
         "whole_pixels": int(data.get("whole_pixels", 0)),
+        "saved": [int(tiles) for tiles in data.get("saved", [0] * len(data["tiles"]))],
     }
 
 

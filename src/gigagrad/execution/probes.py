@@ -9,8 +9,6 @@ from gigagrad.devices import MemoryGuard
 from gigagrad.events import Events, Notice, TileDone
 from gigagrad.execution.executor import Executor
 from gigagrad.execution.prepared import Prepared
-from gigagrad.plans.chunks import waiting_sums
-from gigagrad.plans.memory import gradient_sum_bytes
 
 _PRIOR = 0.1
 """The share of a step's tiles that the plan's own seconds stand for."""
@@ -77,9 +75,7 @@ class Memory(Probe):
         self._tile_bytes = planned.tile_peak_bytes
         self._watch.begin_pass(plan.workers * self._tile_bytes, planned.beside_bytes, planned.largest_block_bytes)
         self._executor.let_go()
-        forward = step.phase == "forward"
-        sums = 0 if forward else gradient_sum_bytes(prepared.graph, planned.computes, prepared.device.sum_dtype)
-        sums *= 1 + waiting_sums(planned.chunks, planned.tile_count)
+        sums = 0 if step.phase == "forward" else prepared.bound(step.segment).sum_bytes
         self._watch.reserve(sums + fresh_bytes)
 
     def tile_done(self, phase: str) -> None:

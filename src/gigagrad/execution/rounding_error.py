@@ -29,6 +29,8 @@ def error_gains(
     operator repeats them, the factor is that of the worst case. Convolutions that read nothing quantised are left out,
     and those behind operators that errors pass in other ways. `values` are the global values that the segment reads.
     """
+    if not any(i in quantised for i in (*segment.reads, *segment.fields)):
+        return {}
     gains: dict[int, Gains | None] = {}
     for i in (*segment.reads, *segment.fields):
         node = graph[i]
@@ -99,8 +101,11 @@ class RoundingErrors:
             known = self._norms.get(convolution)
             self._norms[convolution] = found if known is None else known + found
 
-    def scale(self, convolutions: Container[int], factor: float) -> None:
+    def scale(self, convolutions: Container[int], factor: float | torch.Tensor) -> None:
         """Correct them: the cotangents turned out to be `factor` times as large."""
+        if not self._norms:  # then a device need not be waited for
+            return
+        factor = float(factor)
         self._norms = {i: norms.scaled(factor) if i in convolutions else norms for i, norms in self._norms.items()}
 
     def by_weight(self, error_bound: float) -> dict[str, float]:

@@ -9,8 +9,9 @@ float64 sum per parameter and into the cotangents of the fields it read.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -33,8 +34,9 @@ from gigagrad.execution.sources import Source
 from gigagrad.execution.tile_loops import Piece, TileLoops
 from gigagrad.execution.tracebacks import empty_frames
 from gigagrad.graphs import FIELD_BINS, GATHER
-from gigagrad.plans import Segment, Tiles
-from gigagrad.plans.program import Allocate, Buffer, Exchange, Gather, Release, Scalars
+from gigagrad.graphs.crops import as_stored, batched
+from gigagrad.plans import Grid, Segment, TileGeometry, Tiles
+from gigagrad.plans.program import Allocate, Buffer, Exchange, Gather, Release, Scalars, Step
 from gigagrad.plans.segments import Cotangents, differentiable_reductions, last_cotangents
 from gigagrad.ranks import Ranks, SingleRank
 from gigagrad.stores import Quantised
@@ -51,19 +53,20 @@ class Run:
     def __init__(
         self,
         prepared: Prepared,
-        sources: dict[str, Source],
-        stored: Callable[[str, str], torch.Tensor],
+        sources: Mapping[str, Source],
+        stored: Callable[[str], torch.Tensor],
         events: Events,
         *,
         backward: bool,
         overflows: int = 0,
         draws: int = 0,
+        seeds: Values | None = None,
         ranks: Ranks | None = None,
         journal: Path | None = None,
     ) -> None:
-        """Prepare a run; `draws`: what random operators draw from. `ranks`: who computes this run's chunks, all with
-        the same plan; by itself unless others are named. `journal`: a folder where finished chunks are written down,
-        until the run is over.
+        """Prepare a run; `draws`: what random operators draw from, `seeds`: what some have drawn. `ranks`: who computes
+        this run's chunks, all with the same plan; by itself unless others are named. `journal`: a folder where finished
+        chunks are written down, until the run is over.
         """
         ranks = ranks or SingleRank()
         plan, device = prepared.plan, prepared.device
@@ -74,7 +77,7 @@ class Run:
         self._comm = Comm(prepared, ranks)
         share = self._comm.share
         self._scalars = ScalarGraph(
-            prepared.graph, kept, device, backward=backward, overflows=overflows, draws=draws, share=share
+            prepared.graph, kept, device, backward=backward, overflows=overflows, draws=draws, seeds=seeds, share=share
         )
         self._buffers = Buffers(prepared, sources, self._scalars, ranks.index, draws)
         # They live from pass to pass: what a new thread's first operators set up takes longer than a small tile.
@@ -162,9 +165,23 @@ class Run:
             # Not if it ends here: of generators that are garbage, the outer one may be closed after the inner one.
             torch.set_num_threads(within)
 
-    def _passes(self) -> Iterator[Piece]:
+    def up_to_output(self) -> tuple[Grid, Callable[[Iterable[TileGeometry]], Iterator[Piece]]]:
+        """Run what comes before the tiles of the output field; return their grid, and what computes some of them.
+
+        Raises as `run`.
+        """
+        steps = self._prepared.plan.steps
+        last = max(index for index, step in enumerate(steps) if isinstance(step, Tiles))
+        for _ in self._passes(steps[:last]):
+            pass
+        step, before = steps[last], steps[last - 1] if last else None
+        assert isinstance(step, Tiles)
+        self._begin(before.buffers if isinstance(before, Allocate) else ())
+        return self._prepared.grid(self._prepared.segments[step.segment]), partial(self._tile_loops.outputs, step)
+
+    def _passes(self, steps: Sequence[Step] | None = None) -> Iterator[Piece]:
         coming: tuple[Buffer, ...] = ()
-        for step in self._prepared.plan.steps:
+        for step in self._prepared.plan.steps if steps is None else steps:
             if isinstance(step, Allocate):
                 coming = step.buffers  # taken when there is room for all that their pass takes at once
             elif isinstance(step, Tiles):
@@ -225,6 +242,7 @@ class Run:
                 whole = self._scalars.cotangent(gathering)
                 if whole is not None:
                     node = self._graph[field]
+                    whole = as_stored(whole, node, (node.size(0), node.size(1)))
                     self._buffers.cotangents[field].add(Box.whole(node.size(0), node.size(1)), whole)
         return cotangents
 
@@ -254,14 +272,14 @@ class Run:
             if last_cotangents(self._graph, segment) is Cotangents.SCALED:
                 self._backward_from(self._scalars.level_of(segment))
                 found = self._scalars.cotangent(differentiable_reductions(self._graph, segment)[0])
-                self._scale(segment, totals, 0.0 if found is None else found.item())
+                self._scale(segment, totals, 0.0 if found is None else found.reshape(()))
         for node_id in tuple(totals):
             is_parameter = self._graph[node_id].op == "parameter"
             accumulate = self._scalars.accumulate_share if is_parameter else self._scalars.accumulate
             accumulate(node_id, totals.pop(node_id))
         self._scalars.backward_parameters()
 
-    def _scale(self, segment: Segment, totals: Values, times: float) -> None:
+    def _scale(self, segment: Segment, totals: Values, times: float | torch.Tensor) -> None:
         """Multiply what a pass has summed: the cotangents turned out to be so many times as large."""
         for node_id, total in totals.items():
             totals[node_id] = total.to(self._prepared.device.sum_dtype) * times
@@ -337,7 +355,7 @@ class Run:
                     found[node.arguments["name"]] = label
             elif node.is_field and node.is_source and node.differentiable:
                 store = self._buffers.cotangents.get(node.id)
-                gradient = store.whole() if store is not None else None
+                gradient = batched(store.whole(), node) if store is not None else None
                 for gathering in self._graph.gathers(node.id):
                     whole = self._scalars.cotangent(gathering)
                     if whole is not None:
@@ -359,7 +377,7 @@ class Run:
 
 
 def _put_what_is_known(
-    scalars: ScalarGraph, prepared: Prepared, sources: dict[str, Source], stored: Callable[[str, str], torch.Tensor]
+    scalars: ScalarGraph, prepared: Prepared, sources: Mapping[str, Source], stored: Callable[[str], torch.Tensor]
 ) -> None:
     """Put parameters, buffers, constants, labels, and the images that whole-field operators read."""
     graph, device = prepared.graph, prepared.device.torch_device
@@ -367,12 +385,12 @@ def _put_what_is_known(
         if node.is_source and not node.is_field:
             name = node.arguments["name"]
             source = sources.get(name)
-            constant = graph.constants.get(name) if node.op == "constant" else None
-            value = source.tensor if source is not None else constant
-            value = stored(node.op, name) if value is None else value
+            value = None if source is None else source.tensor
+            if value is None:
+                known = node.op == "constant" and name in graph.constants
+                value = prepared.constant(name) if known else stored(name)
             scalars.put(node.id, value.to(device))
         elif node.op == GATHER and graph[node.operands[0]].is_source:
-            image = graph[node.operands[0]]
-            whole = Box.whole(image.size(0), image.size(1))
-            scalars.put(node.id, laid_out(sources[image.arguments["name"]].read(whole).to(device)))
+            name = graph[node.operands[0]].arguments["name"]
+            scalars.put(node.id, laid_out(sources[name].whole(own=True).to(device)))
     scalars.compute()

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 from heapq import heappop, heappush
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -17,9 +19,8 @@ from gigagrad.devices import Device
 from gigagrad.execution.gradient_scale import GradientScale, multiplied
 from gigagrad.execution.refusals import explained
 from gigagrad.execution.seeds import drawing, seed_of
-from gigagrad.graphs import GATHER, Graph
-from gigagrad.graphs.graph import substitute
-from gigagrad.graphs.operators import call as call_operator
+from gigagrad.graphs import GATHER, Call, Graph
+from gigagrad.graphs.op_rules import Bound, plain
 from gigagrad.plans import Segment, levels
 from gigagrad.plans.memory import passing_values
 from gigagrad.plans.partition import gradient_dtype
@@ -30,6 +31,9 @@ Values = dict[int, torch.Tensor]
 
 _DRAWING = threading.RLock()
 """PyTorch's generators are those of all threads."""
+_BOUND: WeakKeyDictionary[Graph, dict[tuple[int, torch.device], Bound]] = WeakKeyDictionary()
+"""Operators of the graphs that are there, bound once for all runs."""
+_ORDERS: WeakKeyDictionary[Graph, dict[frozenset[int], _Order]] = WeakKeyDictionary()
 _AT_ONCE = 1 << 17
 """Numbers: PyTorch adds those of another dtype by way of a copy in the sum's own, which is to fit in a cache."""
 
@@ -55,6 +59,59 @@ def add(
             total[row : row + rows].add_(value[row : row + rows])
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Order:
+    """Holds the order of a graph's global values: the same in every run of a plan."""
+
+    level: list[int]
+    recorded: set[int]
+    """Values that the loss or any field depends on: the rest (running statistics) has no gradient."""
+    missing: dict[int, int]
+    """Number of operands of each value computed here."""
+    readers: dict[int, list[int]]
+    passing: dict[int, list[int]]
+    """Values that are gone behind their last reader, by reader."""
+    uses: dict[int, int]
+    """Number of readers of each of those."""
+    whole: list[int]
+    """Whole fields that are given back, the first known first."""
+    late: dict[int, int]
+    """Bytes of the gradients that come from the tape, not from tiles, by parameter."""
+
+
+def _order(graph: Graph, kept: frozenset[int]) -> _Order:
+    known = _ORDERS.setdefault(graph, {})
+    if kept not in known:
+        known[kept] = _find_order(graph, kept)
+    return known[kept]
+
+
+def _find_order(graph: Graph, kept: frozenset[int]) -> _Order:
+    level, gone = levels(graph, kept), passing_values(graph)
+    readers, passing, missing = dict[int, list[int]](), dict[int, list[int]](), dict[int, int]()
+    for node in graph.nodes:
+        if node.is_field or node.is_source or node.is_reduction or node.op == GATHER:
+            continue
+        operands = set(node.operands)
+        missing[node.id] = len(operands)
+        passing[node.id] = [i for i in operands if i in gone]
+        for operand in operands:
+            readers.setdefault(operand, []).append(node.id)
+    results = {*graph.outputs, *graph.updates.values()}
+    whole = (node.id for node in graph.nodes if node.whole and node.id not in results)
+    late = (graph[i] for i in graph.ancestors(tuple(graph.read_late())))
+    return _Order(
+        level=level,
+        recorded=graph.ancestors((graph.output, *(node.id for node in graph.nodes if node.is_field))),
+        missing=missing,
+        readers=readers,
+        passing=passing,
+        uses={i: len(readers[i]) for i in gone if i in readers},
+        whole=sorted(whole, key=level.__getitem__),
+        late={node.id: node.nbytes for node in late if node.op == "parameter" and node.differentiable},
+    )
+
+
 class ScalarGraph:
     """Values by node id; `backward` says whether autograd records at all."""
 
@@ -67,14 +124,15 @@ class ScalarGraph:
         backward: bool,
         overflows: int = 0,
         draws: int = 0,
+        seeds: Values | None = None,
         share: Callable[[int, torch.Tensor], torch.Tensor] = lambda parameter, gradient: gradient,
     ) -> None:
-        """Set up the values; `draws`: what random operators draw from. `share`: what of a parameter's gradient is to be
-        added up here.
+        """Set up the values; `draws`: what random operators draw from, `seeds`: what some have drawn. `share`: what of
+        a parameter's gradient is to be added up here.
         """
         self.graph = graph
         self._device, self._share = device, share
-        self._draws, self._drawing = draws, drawing(graph)
+        self._draws, self._drawing, self._seeds = draws, drawing(graph), seeds or {}
         self.backward = backward
         self.scale = GradientScale(graph, overflows)
         self.values: Values = {}
@@ -82,27 +140,12 @@ class ScalarGraph:
         """Shares of the parameters' gradients by node: sums over a segment's tiles, which are in float64, rounded and
         added up.
         """
-        self._level = levels(graph, kept)
-        computed = [
-            node
-            for node in graph.nodes
-            if not (node.is_field or node.is_source or node.is_reduction or node.op == GATHER)
-        ]
-        self._missing = {node.id: len(set(node.operands)) for node in computed}
-        """Number of operands of each value computed here that are not known yet."""
-        self._readers: dict[int, list[int]] = {}
-        for node in computed:
-            for operand in set(node.operands):
-                self._readers.setdefault(operand, []).append(node.id)
-        self._uses = {operand: len(readers) for operand, readers in self._readers.items()}
-        """Number of times that each value is yet to be read here."""
-        self._passing = passing_values(graph)
-        results = {*graph.outputs, *graph.updates.values()}
-        whole = (node.id for node in graph.nodes if node.whole and node.id not in results)
-        self._whole = sorted(whole, key=self._level.__getitem__)
+        self._order = order = _order(graph, frozenset(kept))
+        self._level = order.level
+        self._missing, self._uses = dict(order.missing), dict(order.uses)
+        self._whole = list(order.whole)
         """Whole fields that are not given back yet, the first known first."""
         self._ready = [node_id for node_id, count in self._missing.items() if not count]
-        self._late = {i for i in graph.ancestors(tuple(graph.read_late())) if graph[i].op == "parameter"}
         self._leaves: dict[int, None] = {}
         self._pending: Values = {}
         self._cotangents: Values = {}
@@ -117,19 +160,20 @@ class ScalarGraph:
 
     def compute(self) -> None:
         """Compute every global whose operands are known."""
-        with torch.set_grad_enabled(self.backward):
+        with torch.no_grad():
             while self._ready:
                 node_id = heappop(self._ready)
+                torch.set_grad_enabled(self.backward and node_id in self._order.recorded)
                 self._set(node_id, self._evaluated(node_id, self.values))
-                for operand in set(self.graph[node_id].operands):
+                for operand in self._order.passing.get(node_id, ()):
                     self._uses[operand] -= 1
-                    if not self._uses[operand] and operand in self._passing:
+                    if not self._uses[operand]:
                         del self.values[operand]
 
     def _set(self, node_id: int, value: torch.Tensor) -> None:
         """Set a value, and find with it what may be computed."""
         self.values[node_id] = value
-        for reader in self._readers.pop(node_id, ()):
+        for reader in self._order.readers.get(node_id, ()):
             self._missing[reader] -= 1
             if not self._missing[reader]:
                 heappush(self._ready, reader)
@@ -211,8 +255,8 @@ class ScalarGraph:
     @property
     def coming_bytes(self) -> int:
         """Bytes of the gradients that are still to be made, all at once: of what whole-field operators read."""
-        waiting = self._late - self.gradients.keys()
-        return sum(self.graph[i].nbytes for i in waiting if self.graph[i].differentiable)
+        late = self._order.late
+        return sum(map(late.__getitem__, late.keys() - self.gradients.keys()))
 
     def level_of(self, segment: Segment) -> int:
         """Return the number of passes that must have ended before what a segment delivers is known."""
@@ -246,6 +290,8 @@ class ScalarGraph:
 
     def _evaluated(self, node_id: int, values: Values) -> torch.Tensor:
         """Compute a value. Random numbers are drawn in the order of the values, however those lie in memory."""
+        if node_id in self._seeds:
+            return self._seeds[node_id]
         number = self._drawing.get(node_id)
         if number is None:
             return evaluated(self.graph, node_id, values, self._device.torch_device)
@@ -266,10 +312,10 @@ class ScalarGraph:
 
 def evaluated(graph: Graph, node_id: int, values: Values, device: torch.device) -> torch.Tensor:
     """Compute the value, or of an operator with several outputs the tuple, which only `gigagrad.item` reads."""
-    node = graph[node_id]
-    arguments = {name: substitute(value, values) for name, value in node.arguments.items()}
-    if arguments.get("device") is not None:
-        arguments["device"] = device
+    node, bound = graph[node_id], _BOUND.setdefault(graph, {})
+    run = bound.get((node_id, device))
+    if run is None:
+        placed = {} if node.arguments.get("device") is None else {"device": device}
+        run = bound[node_id, device] = plain(Call(node, graph.operands(node)), **placed)
     with explained(node):
-        result: torch.Tensor = call_operator(node.op, arguments)
-    return result
+        return run([values[i] for i in node.operands])

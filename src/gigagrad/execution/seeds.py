@@ -19,6 +19,7 @@ _OFF = {"train": False, "training": False, "dropout_p": 0.0}
 """Arguments with which an operator that may draw does not."""
 _drawing: WeakKeyDictionary[Graph, Mapping[int, int]] = WeakKeyDictionary()
 """Answers for the graphs that are there: every run asks."""
+SEED = "gigagrad.seed"
 ROUNDINGS = -1
 """In the place of an operator's number: what rounds kept fields."""
 
@@ -47,6 +48,15 @@ def drawing(graph: Graph) -> Mapping[int, int]:
     if found is None:
         drawn = (node.id for node in graph.nodes if _draws(node))
         found = _drawing[graph] = MappingProxyType({i: number for number, i in enumerate(drawn)})
+    return found
+
+
+def seed_values(graph: Graph, draws: int) -> dict[int, torch.Tensor]:
+    """Return what a run draws for the operators `gigagrad.seed`, as it would itself."""
+    found = {}
+    for i, number in drawing(graph).items():
+        if graph[i].op == SEED:
+            found[i] = torch.randint(0, 2**62, (), generator=torch.Generator().manual_seed(seed_of(draws, number)))
     return found
 
 

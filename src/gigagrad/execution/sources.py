@@ -13,11 +13,13 @@ import torch
 from gigagrad.allowances import READ_AHEAD
 from gigagrad.boxes import Box
 from gigagrad.devices import Device
-from gigagrad.errors import ImageError, TargetError
+from gigagrad.errors import TargetError
 from gigagrad.execution.executor import ahead
 from gigagrad.graphs import InputSpec, LossModule
 from gigagrad.images import Image, open_image
+from gigagrad.images.bag import ArrayBag, Bag
 from gigagrad.images.opening import open_ids
+from gigagrad.images.pixels import Pixels
 from gigagrad.plans.problem import Reading
 from gigagrad.threads import SideThreads
 
@@ -29,19 +31,46 @@ class Source:
     """One input of the graph: an image that is read box by box, or a small tensor that is passed as it is."""
 
     spec: InputSpec
-    image: Image | None
+    image: Image | Bag | None
     tensor: torch.Tensor | None
     opened_here: bool = False
     given: torch.Tensor | None = None
     """The tensor that asks for its gradient."""
+    is_placed: bool = False
+    """True where its pixels lie on the device that computes."""
+
+    @property
+    def box(self) -> Box:
+        """Return all of it: rows and columns of an image in pixels, or of a bag in patches, one in each row."""
+        return Box.whole(self.spec.shape[0], 1) if self.spec.bag else Box.whole(*self.spec.shape[-2:])
 
     def read(self, box: Box) -> torch.Tensor:
-        """Read the crop as a tensor `(1, C, h, w)` on the CPU, sharing the reader's memory where it can."""
+        """Read the crop as a tensor `(1, C, h, w)` on the CPU, sharing the reader's memory where it can. Of a bag: the
+        patches `box.y`, `(patches, 1, C, h, w)`.
+        """
+        return self._read(box, own=True)
+
+    def view(self, box: Box) -> torch.Tensor:
+        """Read a crop that is not to be written to: the memory may be the caller's own."""
+        return self._read(box, own=False)
+
+    def whole(self, *, own: bool = False) -> torch.Tensor:
+        """Read all of it, as the model takes it; to be written to only if it is to be its `own`."""
+        found = self._read(self.box, own=own)
+        return found.flatten(0, 1) if self.spec.bag else found
+
+    def _read(self, box: Box, *, own: bool) -> torch.Tensor:
         assert self.image is not None
-        crop = self.image.read(box)
-        if isinstance(crop, np.ndarray):
-            crop = torch.from_numpy(crop if crop.flags.writeable else crop.copy())
-        return crop[None].to(self.spec.read_dtype)
+        if isinstance(self.image, Bag):
+            patches = self._tensor(self.image.read(box.y0, box.y1))
+            return (patches.clone() if own else patches)[:, None]
+        return self._tensor(self.image.read(box) if own else self.image.view(box))[None]
+
+    def _tensor(self, pixels: Pixels) -> torch.Tensor:
+        if isinstance(pixels, np.ndarray):
+            shared = all(stride >= 0 and stride % pixels.itemsize == 0 for stride in pixels.strides)
+            pixels = torch.from_numpy(pixels if shared and pixels.flags.writeable else pixels.copy())
+        return pixels.to(self.spec.read_dtype)
 
     def close(self) -> None:
         if self.opened_here and self.image is not None:
@@ -84,19 +113,26 @@ def image_source(
     asked: bool = False,
     ids: bool = False,
 ) -> Source:
-    """Open an image argument: an `Image`, a path, a Zarr array, or an array or tensor `(C, H, W)` or `(1, C, H, W)`.
+    """Open an image argument: an `Image`, a path, a Zarr array, or an array or tensor `(C, H, W)` or `(1, C, H, W)`; or
+    a bag: a `Bag`, or an array or tensor `(N, C, h, w)`.
 
     A tensor that requires a gradient gets one; `asked`: somebody else wants it. `dtype_of` says in which dtype an image
     of a given one is read; `ids`: that a file with a palette holds class ids.
     """
     given = image if isinstance(image, torch.Tensor) and image.requires_grad else None
     if isinstance(image, torch.Tensor | np.ndarray) and image.ndim == 4:
-        if image.shape[0] != 1:
-            raise ImageError(f"an image has a batch axis of 1 at most, got shape {tuple(image.shape)}")
-        image = image[0]
-    opened = image if isinstance(image, Image) else open_ids(image) if ids else open_image(image)
+        image = image[0] if image.shape[0] == 1 else ArrayBag(image)
+    opened: Image | Bag
+    if isinstance(image, Bag):
+        if ids:
+            raise TargetError("a target is an image or a label tensor, no bag of patches; give a label for each bag")
+        opened = image
+    else:
+        opened = image if isinstance(image, Image) else open_ids(image) if ids else open_image(image)
     dtype = dtype_of(_torch_dtype(opened.dtype))
-    spec = InputSpec((1, *opened.shape), dtype, field=True, differentiable=asked or given is not None)
+    bag = isinstance(opened, Bag)
+    shape = opened.shape if isinstance(opened, Bag) else (1, *opened.shape)
+    spec = InputSpec(shape, dtype, field=True, differentiable=asked or given is not None, bag=bag)
     return Source(spec, opened, None, opened_here=opened is not image, given=given)
 
 
@@ -106,18 +142,21 @@ def target_source(
     """Open a target argument: dense (an image of any kind) or a label (a number, a 1-d tensor, any other small tensor).
 
     A 2-d array is dense if it has the image's height and width, and a label otherwise. A tensor that requires a
-    gradient gets one.
+    gradient gets one. The target of a bag is a label.
     """
     if isinstance(target, bool | int | float):
         target = torch.tensor([target])
-    if isinstance(target, np.ndarray) and target.ndim < 3:
+    bag = image.spec.bag
+    if isinstance(target, np.ndarray) and (bag or target.ndim < 3):
         target = torch.from_numpy(np.ascontiguousarray(target))
     if isinstance(target, torch.Tensor) and (
-        target.ndim < 2 or (target.ndim == 2 and tuple(target.shape) != image.spec.shape[-2:])
+        bag or target.ndim < 2 or (target.ndim == 2 and tuple(target.shape) != image.spec.shape[-2:])
     ):
         label, given = target.detach().to(dtype_of(target.dtype)), target if target.requires_grad else None
         spec = InputSpec(tuple(label.shape), label.dtype, field=False, differentiable=given is not None)
         return Source(spec, None, label, given=given)
+    if bag:
+        raise TargetError(f"the target of a bag is a label, a number or a tensor, got {type(target).__name__}")
     return image_source(target, dtype_of, ids=True)
 
 

@@ -6,7 +6,7 @@ fixes (plans/chunks.py), so that two runs of one plan give the same bits, whoeve
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from functools import partial
 from itertools import islice
@@ -27,11 +27,10 @@ from gigagrad.execution.prepared import Prepared
 from gigagrad.execution.probes import Probe
 from gigagrad.execution.rounding_error import RoundingErrors, Watch, error_gains
 from gigagrad.execution.scalars import ScalarGraph, Values
-from gigagrad.execution.sources import read_ahead
-from gigagrad.execution.tile_program import PassContext, TileInputs
+from gigagrad.execution.tile_program import Activations, PassContext, TileInputs
 from gigagrad.plans import Chunks, Segment, TileGeometry, Tiles, estimate
 from gigagrad.plans.plan import amount_of
-from gigagrad.plans.segments import summed_globals
+from gigagrad.plans.saving import is_saved
 from gigagrad.stores import Quantised
 from gigagrad.threads import SideThreads
 
@@ -67,25 +66,34 @@ class TileLoops:
         self._holds_weights = amount_of(prepared.plan.fixed, estimate.WEIGHTS) > 0
         self._weights: Values = {}
         """Weights in the layout of tiles, for all passes."""
+        self._saved: dict[tuple[int, int], Activations] = {}
+        """Activations that wait for the backward pass, by segment and tile."""
 
     def forward(self, step: Tiles) -> Generator[Piece, None, PassResult]:
         """Compute the tiles without gradients. Yields the boxes and crops of the output field, if it is this segment's.
 
         What tiles keep does not overlap, so whoever computes a tile writes it; only sums wait for their turn.
         """
-        segment = self._prepared.segments[step.segment]
-        programs, context, boundary = (
-            self._prepared.programs.of(segment),
-            self._context(segment),
-            self._boundary(segment),
-        )
+        bound = self._prepared.bound(step.segment)
+        segment, programs = bound.segment, bound.programs
+        context, boundary = self._context(segment), self._boundary(segment)
         self._sums = sums_of_chunks = self._comm.new_sums(step)
+
+        fields = [i for i in segment.reads if self._graph[i].differentiable]
+
+        def shares_of(tile: TileGeometry, crops: Values) -> Values:
+            program = programs.at(tile)
+            if tile.id not in saved:
+                return program.run(tile, crops, boundary, context)
+            activations = program.activations(tile, crops, boundary, bound.leaves, fields, context)
+            self._saved[segment.index, tile.id] = activations
+            return {i: share.detach() for i, share in activations.shares.items()}
 
         def work(item: Item) -> tuple[TileGeometry, Values, torch.Tensor | None]:
             _, tile, inputs = item
             program = programs.at(tile)
             with torch.no_grad():
-                shares = program.run(tile, inputs.crops, boundary, context)
+                shares = shares_of(tile, inputs.crops)
                 for i in segment.kept:
                     if i in shares:
                         self._buffers.kept[i].write(tile.wanted(i), shares[i])
@@ -93,8 +101,9 @@ class TileLoops:
                 return tile, program.partial_sums(tile, shares), output
 
         chunks, own = self._comm.own(step)
+        saved = self._to_save(step, chunks, own)
         stores = {i: self._buffers.stored[i] for i in segment.kept}
-        record = ChunkRecord(chunks, stores, written, [(sums_of_chunks, self._comm.shapes(segment.reductions))])
+        record = ChunkRecord(chunks, stores, written, [(sums_of_chunks, bound.reductions)])
         for chunk, found in self._by_chunk(segment, chunks, own, work, backward=False):
             if isinstance(found, Entry):
                 record.take(chunk, found)
@@ -109,18 +118,31 @@ class TileLoops:
             self._journal.write(chunk, record.tensors(chunk))
         return PassResult(step, segment, stores, reduced=sums_of_chunks)
 
+    def outputs(self, step: Tiles, tiles: Iterable[TileGeometry]) -> Iterator[Piece]:
+        """Compute the output field on some tiles of its segment, which are computed as in `forward`."""
+        bound = self._prepared.bound(step.segment)
+        segment, output = bound.segment, bound.segment.output
+        assert output is not None
+        context, boundary = self._context(segment), self._boundary(segment)
+
+        def work(item: tuple[TileGeometry, TileInputs]) -> Piece:
+            tile, inputs = item
+            with torch.no_grad():
+                shares = bound.programs.at(tile).run(tile, inputs.crops, boundary, context)
+            return tile.wanted(output), shares[output]
+
+        read = ((tile, self._buffers.inputs(segment, tile, backward=False)) for tile in tiles)
+        with self._watch.computing_tiles():
+            yield from self._executor.in_order(read, work)
+
     def gradients(self, step: Tiles, cotangents: Values) -> Generator[Piece, None, PassResult]:
         """Compute the vector-Jacobian products of all tiles: sums for global values; the cotangents of fields that the
         segment reads are added to theirs. In one pass its reductions are computed as well. Yields the strips of an
         image's gradient that is handed over.
         """
-        segment, merge = self._prepared.segments[step.segment], step.phase == "one pass"
-        programs, context, boundary = (
-            self._prepared.programs.of(segment),
-            self._context(segment),
-            self._boundary(segment),
-        )
-        leaves = summed_globals(self._graph, segment)
+        bound, merge = self._prepared.bound(step.segment), step.phase == "one pass"
+        segment, programs, leaves = bound.segment, bound.programs, bound.leaves
+        context, boundary = self._context(segment), self._boundary(segment)
         known = {} if merge else {i: self._scalars.values[i].detach() for i in segment.reductions}
         fields = [i for i in segment.reads if i in self._buffers.cotangents]
         gains = error_gains(self._graph, segment, self._quantised, boundary)
@@ -136,16 +158,18 @@ class TileLoops:
         def work(item: Item) -> tuple[TileGeometry, Values, Values, Values, Watch]:
             _, tile, inputs = item
             watch = Watch(self._graph, gains)
+            saved = self._saved.pop((segment.index, tile.id), None)
             sums, shares, crops = programs.at(tile).gradients(
-                tile, inputs, boundary, leaves, fields, cotangents, context, watch, known
+                tile, inputs, boundary, leaves, fields, cotangents, context, watch, known, saved
             )
+            del saved
             return tile, sums, shares, crops, watch
 
         gradients, self._sums = self._comm.new_sums(step), self._comm.new_sums(step)
         merged = self._sums
-        summed = [(gradients, self._comm.shapes(leaves))]
+        summed = [(gradients, bound.gradients)]
         if merge:
-            summed.append((merged, self._comm.shapes(segment.reductions)))
+            summed.append((merged, bound.reductions))
         stores = {i: self._buffers.cotangents[i] for i in overlaps}
         record = ChunkRecord(chunks, stores, first_reached, summed, overlaps)
         for chunk, found in self._by_chunk(segment, chunks, own, work, backward=True):
@@ -187,10 +211,23 @@ class TileLoops:
     def close(self) -> None:
         """Give back what serves all passes."""
         self._weights.clear()
+        self._saved.clear()
+
+    def _to_save(self, step: Tiles, chunks: Chunks, own: range) -> frozenset[int]:
+        """Return the tiles whose activations stay until the backward pass: none beside a journal, which has no place
+        for them, so that a step that goes on would compute again what was finished.
+        """
+        if self._journal.is_kept:
+            return frozenset()
+        described = self._prepared.plan.segments[step.segment]
+        saved, count = described.saved_tiles, described.tile_count
+        positions = (position for chunk in own for position in chunks.tiles(chunk)) if saved else ()
+        return frozenset(chunks.tile(position).id for position in positions if is_saved(position, saved, count))
 
     def _context(self, segment: Segment) -> PassContext:
         roundings = {i: self._buffers.roundings[i] for i in segment.kept if i in self._buffers.roundings}
-        return PassContext(self._prepared.layout, roundings, partial(self._watch.reserve, for_tile=True))
+        announce = partial(self._watch.reserve, for_tile=True) if self._prepared.device.is_host else None
+        return PassContext(self._prepared.layout, roundings, announce)
 
     def _boundary(self, segment: Segment) -> Values:
         """Return the globals a segment reads, detached, as kernels read them."""
@@ -242,7 +279,8 @@ class TileLoops:
         tiles = ((chunk, chunks.tile(position)) for chunk in chosen for position in chunks.tiles(chunk))
 
         def read_for(numbered: tuple[int, TileGeometry]) -> tuple[TileInputs, bytes]:
-            inputs = self._buffers.inputs(segment, numbered[1], backward=backward)
+            saved = backward and (segment.index, numbered[1].id) in self._saved
+            inputs = self._buffers.inputs(segment, numbered[1], backward=backward, cotangents_only=saved)
             images = {i: crop for i, crop in inputs.crops.items() if self._graph[i].is_source}
             return inputs, self._journal.hash_of(images)
 
@@ -252,7 +290,9 @@ class TileLoops:
             return chunk, tile, inputs
 
         alone = sum(len(chunks.tiles(chunk)) for chunk in chosen) == 1  # then nothing is computed meanwhile
-        ready = ((each, read_for(each)) for each in tiles) if alone else read_ahead(tiles, read_for, self._readers)
+        at_once = alone or not self._buffers.wait_for(segment, backward=backward)
+        read_ahead = self._buffers.read_ahead
+        ready = ((each, read_for(each)) for each in tiles) if at_once else read_ahead(tiles, read_for, self._readers)
         read = (in_turn(*each) for each in ready)
 
         def work_and_look(item: Item) -> Result:

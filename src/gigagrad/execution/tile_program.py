@@ -22,7 +22,7 @@ from gigagrad.execution.layout import laid_out
 from gigagrad.execution.refusals import explained
 from gigagrad.execution.rounding_error import Watch
 from gigagrad.graphs import FIELD_BINS, MOMENTS, Call, Graph, Node, Site, lookup
-from gigagrad.graphs.crops import View, bound_view
+from gigagrad.graphs.crops import View, as_stored, batched, bound_view
 from gigagrad.graphs.op_rules import Bound
 from gigagrad.graphs.operators import call as call_operator
 from gigagrad.plans import Segment, TileGeometry
@@ -34,7 +34,7 @@ _MOST_PROGRAMS: Final = 64
 """Programs kept of a segment: where sizes are divided unevenly, few tiles may be alike."""
 _MOST_STEPS: Final = 256
 """Steps kept of an operator, on average over those of a segment."""
-_MOST_PLACES: Final = 4
+_MOST_PLACES: Final = 64
 """Places for which a function that depends on the place is kept: enough for an image of few tiles."""
 
 Values = dict[int, torch.Tensor]
@@ -54,6 +54,24 @@ class TileInputs:
     """Cotangents of the kept fields' shares, from later segments."""
     stored: Values
     """The kept fields' shares themselves."""
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        return (*self.crops.values(), *self.cotangents.values(), *self.stored.values())
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Activations:
+    """Results of a tile's forward, with autograd's graph back to its leaves, until its cotangents are known."""
+
+    shares: Values
+    """The tile's share of every target."""
+    stored: Values
+    """Shares of kept fields as they were stored, where they were not computed again."""
+    globals: Values
+    """The leaves among the globals."""
+    crops: Values
+    """The leaves among the fields read."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -220,9 +238,9 @@ class TileProgram:
     def __init__(self, programs: SegmentPrograms, tile: TileGeometry, y: _Form, x: _Form) -> None:
         """Take any `tile` of the signature `y`, `x`."""
         graph, segment, places = programs.graph, programs.segment, programs.places
-        self.graph, self.segment, self._device = graph, segment, programs.device
+        self.graph, self.segment = graph, segment
         self._crops = [
-            (i, graph[i].spatial, size)
+            (i, graph[i].stored_axes, size)
             for i, size in zip(segment.reads, zip(y.reads, x.reads, strict=True), strict=True)
             if all(size)
         ]
@@ -238,7 +256,8 @@ class TileProgram:
         silent = [of for of in computed if of[0].node.id in programs.silent]
         self._without_values = {of[0].node.id: programs.step(*of, is_asked=False) for of in silent}
         cuts = zip(programs.targets, y.shares, x.shares, strict=True)
-        self._shares = [(i, places[i], _view(graph[i], own_y, own_x)) for i, own_y, own_x in cuts if own_y and own_x]
+        self._shares = [(i, places[i], _share(graph[i], own_y, own_x)) for i, own_y, own_x in cuts if own_y and own_x]
+        self._bags = [(places[i], graph[i]) for i, *_ in self._crops if graph[i].patches]
 
     def run(
         self,
@@ -260,6 +279,8 @@ class TileProgram:
         values += [crops.get(i) for i in self.segment.reads]
         values += self._rest
         crops.clear()
+        for place, node in self._bags:
+            values[place] = laid_out(batched(values[place], node), context.layout)
         make_room, roundings = context.make_room, context.roundings
         for step, frees in self._steps:
             node_id = step.node.id
@@ -294,7 +315,7 @@ class TileProgram:
             read = node.operands[0]
             if read not in shares:
                 continue
-            arguments = {**node.arguments, "field": shares[read]}
+            arguments = {**node.arguments, "field": batched(shares[read], self.graph[read])}
             if node.op == MOMENTS:
                 arguments["known"] = known.get(reduction)
             if node.op == FIELD_BINS:
@@ -314,16 +335,20 @@ class TileProgram:
         context: PassContext = PassContext(),
         watch: Watch | None = None,
         known: Mapping[int, torch.Tensor] = _NONE,
+        saved: Activations | None = None,
     ) -> tuple[Values, Values, Values]:
         """Compute the tile's partial sums and its vector-Jacobian product: of these `leaves` among the globals, and of
         these `fields` that the segment reads, the gradients that it has a share in. Where the sums are `known`, those
-        that are returned mean nothing.
+        that are returned mean nothing. What was `saved` is not computed again.
+
+        A kept field's share gets its cotangent from later segments and from its own reductions. Where its operator
+        needs no output for its gradient, the share is not computed again: what the reductions need of it is stored.
         """
-        # Of its own: two threads that make the gradient's node of one tensor can wait for each other for ever, one with
-        # Python's lock and one with the tensor's (PyTorch 2.13, torch::autograd::impl::grad_accumulator).
-        own = {i: globals_[i].detach().requires_grad_() for i in leaves}
-        crops = {i: inputs.crops[i].requires_grad_() for i in fields if i in inputs.crops}
-        sums, outputs, seeds = self.outputs(tile, inputs, {**globals_, **own}, cotangents, context, watch, known)
+        if saved is None:
+            stored = {i: inputs.stored[i].requires_grad_() for i in inputs.stored if i in self._without_values}
+            saved = self.activations(tile, inputs.crops, globals_, leaves, fields, context, stored=stored, watch=watch)
+        sums, outputs, seeds = self._outputs(tile, saved, inputs.cotangents, cotangents, known)
+        own, crops = saved.globals, saved.crops
         if not outputs or not (own or crops):
             return sums, {}, {}
         seeds = [laid_out(seed, context.layout) for seed in seeds]
@@ -335,27 +360,44 @@ class TileProgram:
             {i: gradient for i, gradient in zip(crops, of_crops, strict=True) if gradient is not None},
         )
 
-    def outputs(
+    def activations(
         self,
         tile: TileGeometry,
-        inputs: TileInputs,
+        crops: Values,
         globals_: Values,
-        cotangents: Values,
-        context: PassContext,
+        leaves: Sequence[int],
+        fields: Sequence[int],
+        context: PassContext = PassContext(),
+        *,
+        stored: Values | None = None,
         watch: Watch | None = None,
+    ) -> Activations:
+        """Compute the tile's share of every target with autograd on; `stored` ones are there. `crops` is emptied."""
+        stored = stored or {}
+        # Of its own: two threads that make the gradient's node of one tensor can wait for each other for ever, one with
+        # Python's lock and one with the tensor's (PyTorch 2.13, torch::autograd::impl::grad_accumulator).
+        own = {i: globals_[i].detach().requires_grad_() for i in leaves}
+        asked = {i: crops[i].requires_grad_() for i in fields if i in crops}
+        with torch.enable_grad():
+            shares = self.run(tile, crops, {**globals_, **own}, context, silent=stored, watch=watch)
+        return Activations(shares, stored, own, asked)
+
+    def _outputs(
+        self,
+        tile: TileGeometry,
+        saved: Activations,
+        of_shares: Values,
+        cotangents: Values,
         known: Mapping[int, torch.Tensor] = _NONE,
     ) -> tuple[Values, list[torch.Tensor], list[torch.Tensor]]:
-        """Compute partial sums (off autograd's graph), and the tensors to differentiate with their cotangents.
-
-        A kept field's share gets its cotangent from later segments and from its own reductions. Where its operator
-        needs no output for its gradient, the share is not computed again: what the reductions need of it is stored.
+        """Compute partial sums (off autograd's graph), and the tensors to differentiate with their cotangents, which
+        are given of shares and of reductions.
         """
+        shares, stored = saved.shares, saved.stored
         with torch.enable_grad():
-            stored = {i: inputs.stored[i].requires_grad_() for i in inputs.stored if i in self._without_values}
-            shares = self.run(tile, inputs.crops, globals_, context, silent=stored, watch=watch)
             sums = self.partial_sums(tile, {**shares, **stored}, known)
-        outputs = {i: shares[i] for i in inputs.cotangents if i in shares and shares[i].requires_grad}
-        seeds = {i: inputs.cotangents[i] for i in outputs}
+        outputs = {i: shares[i] for i in of_shares if i in shares and shares[i].requires_grad}
+        seeds = {i: of_shares[i] for i in outputs}
         pulled: dict[int, list[int]] = {}
         for reduction in cotangents:
             if reduction in sums and sums[reduction].requires_grad:
@@ -378,7 +420,7 @@ class TileProgram:
         found = {}
         for name, span in (("weights_y", wanted.y), ("weights_x", wanted.x)):
             weights = self.graph.constants[self.graph[node.arguments[name].id].arguments["name"]]
-            found[name] = weights[:, span.start : span.stop].to(self._device)
+            found[name] = weights[:, span.start : span.stop]
         return found
 
 
@@ -426,10 +468,20 @@ def _view(node: Node, y: _Cut, x: _Cut) -> View | None:
     return bound_view(node.spatial, (y.start, x.start), (y.length, x.length), (y.whole, x.whole))
 
 
+def _share(node: Node, y: _Cut, x: _Cut) -> View | None:
+    """Return how the tile's own part of a target is cut, and laid out to be stored."""
+    view = _view(node, y, x)
+    if node.patches is None:
+        return view
+    return lambda crop: as_stored(crop if view is None else view(crop), node, (y.length, x.length))
+
+
 def _rounded(node: Node, value: torch.Tensor, rounding: Rounding, tile: TileGeometry) -> torch.Tensor:
     straight_through: Any = _StraightThrough.apply
-    rounded: torch.Tensor = straight_through(value, rounding, tile.box(node.id), node.axes)
-    return rounded
+    box = tile.box(node.id)
+    assert box is not None
+    rounded: torch.Tensor = straight_through(as_stored(value, node, box.shape), rounding, box, node.stored_axes)
+    return batched(rounded, node)
 
 
 class _StraightThrough(torch.autograd.Function):

@@ -28,13 +28,19 @@ single timings are off by large factors, and the choice should not flicker."""
 def trial_seconds(prepared: Prepared, memory_format: str) -> tuple[float, ...]:
     """Time each pass in this layout, by one run of a middle tile of it; whole-field operators by the cost model."""
     layout = torch.channels_last if memory_format == "channels_last" else torch.contiguous_format
-    plan, problem, found = prepared.plan, prepared.problem, []
+    plan, problem, found = prepared.plan, prepared.problem, list[float]()
+    forward = dict[int, float]()
     whole = plan.whole_seconds / max(1, len(plan.passes))
     with operator_threads(plan.threads):
         for step in plan.passes:
             segment = prepared.segments[step.segment]
             seconds = _tile_seconds(prepared, segment, step.phase != "forward", layout)
-            computing = seconds * plan.segments[segment.index].tile_count / plan.workers
+            described = plan.segments[segment.index]
+            computing = seconds * described.tile_count / plan.workers
+            if step.phase == "forward":
+                forward[segment.index] = seconds
+            else:  # what was saved is not computed again
+                computing -= forward.get(segment.index, 0.0) * described.saved_tiles / plan.workers
             reading = problem.reading.seconds_of(problem.graph, segment)
             found.append(problem.reading.pass_seconds(reading, computing, plan.readers) + whole)
     return tuple(found)
@@ -86,8 +92,7 @@ def _tile_seconds(prepared: Prepared, segment: Segment, backward: bool, layout: 
 
 
 def _crop_shape(node: Node, box: Box) -> tuple[int, ...]:
-    assert node.axes is not None
-    return crop_shape(node.shape, node.axes, box)
+    return crop_shape(node.stored_shape, node.stored_axes, box)
 
 
 def faster_layout(prepared: Prepared) -> tuple[str, tuple[float, ...]]:

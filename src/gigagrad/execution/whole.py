@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
+from torch._utils import _flatten_dense_tensors
 from torch.utils._pytree import tree_map_only
 
-from gigagrad.boxes import Box
 from gigagrad.events import Events, TileDone
 from gigagrad.execution.prepared import Prepared
 from gigagrad.execution.refusals import refused_by_pytorch
@@ -21,6 +22,24 @@ from gigagrad.plans.whole import unseen_bytes
 
 class TooLarge(Exception):
     """The whole image takes more memory than was predicted."""
+
+
+class Copies:
+    """Hold the values that tensors have now: in one copy for all of a dtype, as each costs a launch."""
+
+    def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
+        alike = defaultdict[tuple[torch.dtype, torch.device], list[torch.Tensor]](list)
+        for tensor in tensors:
+            alike[tensor.dtype, tensor.device].append(tensor)
+        with torch.no_grad():
+            self._copies = [(parts, _flat_copy(parts)) for parts in alike.values()]
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Give the tensors these values again."""
+        for parts, values in self._copies:
+            for part, value in zip(parts, torch.split(values, [part.numel() for part in parts]), strict=True):
+                part.copy_(value.view(part.shape))
 
 
 class WholeRun:
@@ -61,19 +80,18 @@ class WholeRun:
         (step,) = plan.steps
         assert isinstance(step, Whole)
         cost = self._prepared.graph.whole[self._backward]
-        before = {} if device.is_host else self._written()
+        before = Copies([] if device.is_host else self._written())
         watch = device.memory_guard(plan.predicted_peak_bytes, plan.budget_bytes)
         try:
             watch.begin_pass(cost.peak_bytes, 0, unseen_bytes(cost) if step.from_heap else 0)
             computing = watch.computing_whole if step.watched else watch.computing_tiles
-            with device.bounded(plan.predicted_peak_bytes), computing():
+            with computing():
                 self._run()
                 watch.tile_done()
         except torch.OutOfMemoryError as error:
             if device.is_host:
                 raise
-            for buffer, value in before.items():
-                buffer.detach().copy_(value)
+            before.restore()
             _empty(self._filled)
             raise TooLarge from error
         except Exception as error:
@@ -84,13 +102,11 @@ class WholeRun:
             watch.close()
         self._events.emit(TileDone("whole image", 1, 1, 0.0))
 
-    def _written(self) -> dict[torch.Tensor, torch.Tensor]:
-        """Copy what the model writes: buffers, weights, tensors from outside."""
-        graph, composite = self._prepared.graph, self._composite
-        every = (*composite.named_buffers(remove_duplicate=False), *composite.named_parameters(remove_duplicate=False))
-        known = {**dict(every), **graph.closed}
-        written = (known.get(name) for name in graph.updates)
-        return {tensor: tensor.detach().clone() for tensor in written if tensor is not None}
+    def _written(self) -> list[torch.Tensor]:
+        """Return what the model writes: buffers, weights, tensors from outside."""
+        graph = self._prepared.graph
+        known = {**self._composite.named_tensors(), **graph.closed}
+        return list({id(known[name]): known[name] for name in graph.updates if name in known}.values())
 
     def _run(self) -> None:
         with torch.inference_mode(False), torch.set_grad_enabled(self._backward), self._autocast():
@@ -107,8 +123,8 @@ class WholeRun:
         self.outputs = tree_map_only(torch.Tensor, torch.Tensor.detach, result)
 
     def _differentiate(self, loss: torch.Tensor, inputs: dict[str, torch.Tensor]) -> None:
-        graph, composite = self._prepared.graph, self._composite
-        known = {**dict(composite.named_parameters(remove_duplicate=False)), **graph.closed}
+        graph = self._prepared.graph
+        known = {**self._composite.named_tensors(), **graph.closed}
         named = (node.arguments["name"] for node in graph.nodes if node.op == "parameter" and node.differentiable)
         pairs: list[tuple[torch.Tensor, torch.Tensor | None]] = [(known[name], known[name]) for name in named]
         pairs += [(value, self._sources[name].given) for name, value in inputs.items() if value.requires_grad]
@@ -138,19 +154,27 @@ class WholeRun:
 
     def _input(self, source: Source) -> torch.Tensor:
         """Return an image or a label on the device; a leaf of its own where its gradient is asked for."""
-        value = source.tensor
-        if value is None:
-            height, width = source.spec.shape[-2:]
-            value = source.read(Box.whole(height, width))
-        device = self._prepared.device
-        value = value.to(device.torch_device)
-        if value.ndim == 4 and not device.is_host:  # whose convolutions are twice as fast so
-            value = value.contiguous(memory_format=self._prepared.layout)
+        device, value = self._prepared.device, source.tensor
+        if device.is_host:
+            value = source.whole(own=True) if value is None else value
+        else:
+            value = source.whole() if value is None else value
+            waits = device.torch_device.type != "cuda" or value.is_pinned()  # else CUDA has read it when it returns
+            value = value.to(device.torch_device, copy=True, non_blocking=not waits)
+            if value.ndim == 4:  # whose convolutions are twice as fast so
+                value = value.contiguous(memory_format=self._prepared.layout)
         return value.detach().requires_grad_() if source.spec.differentiable else value
 
     def _autocast(self) -> AbstractContextManager[Any]:
         dtype = self._composite.autocast
         return nullcontext() if dtype is None else torch.autocast(self._prepared.device.torch_device.type, dtype=dtype)
+
+
+def _flat_copy(tensors: list[torch.Tensor]) -> torch.Tensor:
+    if len(tensors) == 1:  # which the function below returns as it is
+        return tensors[0].clone(memory_format=torch.contiguous_format).view(-1)
+    flat: torch.Tensor = _flatten_dense_tensors(tensors)  # type: ignore[no-untyped-call]
+    return flat
 
 
 def _may_not_be_undone(leaf: torch.Tensor) -> bool:

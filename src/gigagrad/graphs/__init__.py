@@ -1,7 +1,7 @@
 """From a module to a graph: capture at the image's true size, and the op rules that say how to run on crops."""
 
 from gigagrad.graphs.capture.loss_module import LossModule
-from gigagrad.graphs.capture.trace import Captured, capture, trace
+from gigagrad.graphs.capture.trace import Captured, capture, lines_through, trace, trace_again
 from gigagrad.graphs.graph import (
     FIELD_BINS,
     FIELD_MAX,
@@ -30,6 +30,7 @@ from gigagrad.graphs.op_rules import (
     sum_of_gains,
 )
 from gigagrad.graphs.operators import Merge, merge_of
+from gigagrad.graphs.sizes import Lines
 from gigagrad.graphs.whole import WholeCost
 
 __all__ = [
@@ -46,6 +47,7 @@ __all__ = [
     "Graph",
     "InputSpec",
     "Layout",
+    "Lines",
     "LossModule",
     "Merge",
     "Node",
@@ -57,10 +59,12 @@ __all__ = [
     "Whole",
     "WholeCost",
     "capture",
+    "lines_through",
     "lookup",
     "merge_of",
     "register",
     "scaled_gains",
     "sum_of_gains",
     "trace",
+    "trace_again",
 ]

@@ -12,6 +12,7 @@ from torch.utils._pytree import TreeSpec
 
 from gigagrad.graphs import operators
 from gigagrad.graphs.graph import (
+    BAG_AXES,
     FIELD_SUM,
     GATHER,
     IMAGE_AXES,
@@ -21,6 +22,7 @@ from gigagrad.graphs.graph import (
     Graph,
     Node,
     Origin,
+    Patches,
     Ref,
     exactly,
     references,
@@ -41,7 +43,7 @@ class Builder:
         self._closed = closed
         self._constants: dict[str, torch.Tensor] = {}
         self.updates: dict[str, Ref] = {}
-        self._moved: dict[tuple[int, Axes | None], Ref] = {}
+        self._moved: dict[tuple[int, Axes | None, Patches | None], Ref] = {}
         self.origin = Origin()
 
     def node(self, ref: Ref) -> Node:
@@ -51,11 +53,19 @@ class Builder:
         return isinstance(value, Ref) and self.node(value).is_field
 
     def source(
-        self, op: str, name: str, shape: tuple[int, ...], dtype: torch.dtype, *, field: bool, differentiable: bool
+        self,
+        op: str,
+        name: str,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        *,
+        field: bool,
+        differentiable: bool,
+        bag: bool = False,
     ) -> Ref:
-        """An input of the graph: image, target, parameter or buffer."""
-        axes = IMAGE_AXES if field else None
-        return self._append(op, {"name": name}, operators.meta(shape, dtype), axes, differentiable)
+        """An input of the graph: image or bag, target, parameter or buffer."""
+        axes, patches = (BAG_AXES, Patches(shape[0], 1)) if bag else (IMAGE_AXES if field else None, None)
+        return self._append(op, {"name": name}, operators.meta(shape, dtype), axes, differentiable, patches)
 
     def constant(self, name: str, value: torch.Tensor) -> Ref:
         self._constants[name] = value
@@ -104,17 +114,18 @@ class Builder:
         if node.op == SCATTER:
             value: Ref = node.arguments["value"]
             return value
-        if (ref.id, None) not in self._moved:
-            self._moved[ref.id, None] = self.one(GATHER, {"field": ref})
-        return self._moved[ref.id, None]
+        if (ref.id, None, None) not in self._moved:
+            self._moved[ref.id, None, None] = self.one(GATHER, {"field": ref})
+        return self._moved[ref.id, None, None]
 
-    def scatter(self, value: Ref, axes: Axes) -> Ref:
-        """A global value as a field that holds its spatial axes at `axes`."""
-        if (value.id, axes) not in self._moved:
+    def scatter(self, value: Ref, axes: Axes, patches: Patches | None = None) -> Ref:
+        """A global value as a field that holds its spatial axes, or these patches, at `axes`."""
+        if (value.id, axes, patches) not in self._moved:
             node = self.node(value)
             made = operators.meta(node.shape, node.dtype)
-            self._moved[value.id, axes] = self._append(SCATTER, {"value": value}, made, axes, node.differentiable)
-        return self._moved[value.id, axes]
+            scattered = self._append(SCATTER, {"value": value}, made, axes, node.differentiable, patches)
+            self._moved[value.id, axes, patches] = scattered
+        return self._moved[value.id, axes, patches]
 
     def whole_field(self, op: str, arguments: dict[str, Any]) -> Any:
         """Append an operator on its operands as whole tensors."""
@@ -146,8 +157,9 @@ class Builder:
         several = isinstance(result, tuple | list)
         outputs = list(result) if several else [result]
         reads_field = op not in REDUCTIONS and op != GATHER and any(n.is_field for n in operand_nodes)
-        axes = _axes(op, arguments, outputs[0], operand_nodes) if reads_field else None
-        base = self._append(op, arguments, outputs[0], axes, _differentiable(op, outputs[0], operand_nodes))
+        axes, patches = _axes(op, arguments, outputs[0], operand_nodes) if reads_field else (None, None)
+        differentiable = _differentiable(op, outputs[0], operand_nodes)
+        base = self._append(op, arguments, outputs[0], axes, differentiable, patches)
         if not several:
             return base
         if reads_field:
@@ -166,7 +178,7 @@ class Builder:
 
     def graph(self, outputs: list[Ref], structure: TreeSpec | None, *, has_loss: bool) -> Graph:
         """The finished graph without what the outputs and the updates of buffers do not depend on, renumbered."""
-        if len(outputs) > 1:
+        if len(outputs) > 1 or any(self.node(ref).patches for ref in outputs):
             outputs = [self.gather(ref) for ref in outputs]
         draft = Graph(tuple(self._nodes), tuple(ref.id for ref in outputs), has_loss)
         kept = draft.ancestors((*draft.outputs, *(ref.id for ref in self.updates.values())))
@@ -186,14 +198,22 @@ class Builder:
         )
 
     def _append(
-        self, op: str, arguments: dict[str, Any], made: torch.Tensor, axes: Axes | None, differentiable: bool
+        self,
+        op: str,
+        arguments: dict[str, Any],
+        made: torch.Tensor,
+        axes: Axes | None,
+        differentiable: bool,
+        patches: Patches | None = None,
     ) -> Ref:
         """A node whose value has the shape and the dtype of `made`."""
         node_id, shape, given = len(self._nodes), tuple(made.shape), MappingProxyType(arguments)
         whole = op == GATHER or (
             axes is None and op not in REDUCTIONS and any(self.node(ref).whole for ref in references(arguments))
         )
-        self._nodes.append(Node(node_id, op, given, shape, made.dtype, axes, self.origin, differentiable, whole))
+        self._nodes.append(
+            Node(node_id, op, given, shape, made.dtype, axes, self.origin, differentiable, whole, patches)
+        )
         return Ref(node_id)
 
 
@@ -225,14 +245,17 @@ def _differentiable(op: str, made: torch.Tensor, operands: tuple[Node, ...]) -> 
     return any(n.differentiable for n in operands) and continuous and lookup(op).differentiable
 
 
-def _axes(op: str, arguments: dict[str, Any], made: torch.Tensor, operands: tuple[Node, ...]) -> Axes:
-    """Ask an operator's rule for the spatial axes of its output. Raises `NotTileable`."""
+def _axes(
+    op: str, arguments: dict[str, Any], made: torch.Tensor, operands: tuple[Node, ...]
+) -> tuple[Axes, Patches | None]:
+    """Ask an operator's rule for the spatial axes of its output, and its patches. Raises `NotTileable`."""
     if made.dtype.is_complex:
         raise NotTileable("fields of complex numbers have no rule")
     shape = tuple(made.shape)
     node = Node(-1, op, arguments, shape, made.dtype, None, Origin(), differentiable=False)
-    axes = lookup(op).axes(Call(node, operands), len(shape))
+    call, rule = Call(node, operands), lookup(op)
+    axes = rule.axes(call, len(shape))
     assert all(-len(shape) <= axis < 0 for axis in axes), (op, shape, axes)
     if 0 in shape:
         raise NoPixels(f"its output has no pixels, shape {shape}; the image is too small for this model")
-    return axes
+    return axes, rule.patches(call) if axes[0] == axes[1] else None

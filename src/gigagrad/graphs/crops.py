@@ -1,4 +1,4 @@
-"""Take parts of crops and put crops in a frame, each written once.
+"""Take parts of crops and put crops in a frame, each written once; lay patches out in one axis or in two.
 
 PyTorch's gradient of a slice clears a whole crop and writes the slice into it, its padding clears the whole output and
 writes the crop into it, and the gradient of that is a copy. Here a frame is the gradient of a part and a part that of a
@@ -8,17 +8,37 @@ frame: a part is a view, and of a frame every pixel is written once.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
 
-from gigagrad.graphs.graph import Axes
+from gigagrad.graphs.graph import Axes, Node
 
 Frame = tuple[tuple[int, int], tuple[int, int]]
 """Pixels before and after, along y and x."""
 View = Callable[[torch.Tensor], torch.Tensor]
 """Makes one crop of another."""
+
+
+class OnDevices:
+    """Hold a small tensor of the host with its copies on the devices that asked for one."""
+
+    def __init__(self, value: torch.Tensor) -> None:
+        self._there = {value.device: value}
+
+    def on(self, device: torch.device) -> torch.Tensor:
+        """Return the copy there; while a GPU records a step, one cannot be made."""
+        found = self._there.get(device)
+        if found is None:
+            found = self._there[device] = next(iter(self._there.values())).to(device)
+        return found
+
+
+@lru_cache(maxsize=4096)
+def strides(shape: tuple[int, ...], layout: torch.memory_format) -> tuple[int, ...]:
+    """Return the strides of a new tensor of this shape."""
+    return torch.empty(shape, device="meta", memory_format=layout).stride()
 
 
 def crop_view(crop: torch.Tensor, axes: Axes, starts: Sequence[int], size: Sequence[int]) -> torch.Tensor:
@@ -42,13 +62,17 @@ def pad(crop: torch.Tensor, axes: Axes, frame: Frame, value: float = 0.0) -> tor
 
 
 def bound_view(axes: Axes, starts: Sequence[int], size: Sequence[int], whole: Sequence[int]) -> View | None:
-    """Bind `crop_view` for crops of height and width `whole`; None where it takes all of them."""
+    """Bind `crop_view` for crops of height and width `whole`, or so many rows and columns of patches; None where it
+    takes all of them.
+    """
     frame: Frame = tuple(  # type: ignore[assignment]
         (start, all_ - start - n) for start, n, all_ in zip(starts, size, whole, strict=True)
     )
     assert min(map(min, frame)) >= 0, (whole, starts, size)
     if not any(map(any, frame)):
         return None
+    if axes[0] == axes[1]:
+        return _bound_view_of_patches(axes[0], frame, whole)
 
     def view(crop: torch.Tensor) -> torch.Tensor:
         if not (crop.requires_grad and torch.is_grad_enabled()):
@@ -57,6 +81,38 @@ def bound_view(axes: Axes, starts: Sequence[int], size: Sequence[int], whole: Se
         return result
 
     return view
+
+
+def _bound_view_of_patches(axis: int, frame: Frame, whole: Sequence[int]) -> View:
+    (above, below), (left, right) = frame
+    rows, columns = whole
+
+    def view(crop: torch.Tensor) -> torch.Tensor:
+        before = crop.shape[axis] // (rows * columns)
+        if before == 1 and not left and not right:  # they lie side by side
+            return crop.narrow(axis, above * columns, (rows - above - below) * columns)
+        in_rows: torch.Tensor = crop.unflatten(axis, (before, rows, columns))  # type: ignore[no-untyped-call]
+        part: torch.Tensor = _CropView.apply(in_rows, (axis - 1, axis), frame)  # type: ignore[no-untyped-call]
+        return part.flatten(axis - 2, axis)
+
+    return view
+
+
+def as_stored(crop: torch.Tensor, node: Node, size: Sequence[int]) -> torch.Tensor:
+    """Lay a crop of a field out as it is stored: patches in rows and columns, so many of each."""
+    if node.patches is None:
+        return crop
+    before = [node.patches.before] if node.patches.before > 1 else []
+    in_rows: torch.Tensor = crop.unflatten(node.spatial[0], (*before, *size))  # type: ignore[no-untyped-call]
+    return in_rows
+
+
+def batched(crop: torch.Tensor, node: Node) -> torch.Tensor:
+    """Lay a crop of a field out as operators take it: patches, row by row, in one axis."""
+    if node.patches is None:
+        return crop
+    y, x = node.stored_axes
+    return crop.flatten(y - (node.patches.before > 1), x)
 
 
 def bound_pad(axes: Axes, frame: Frame, value: float = 0.0) -> View | None:

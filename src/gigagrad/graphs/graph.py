@@ -1,10 +1,10 @@
 """The captured graph: frozen data, one node per value, every value with its true whole-image shape.
 
-A node is a *field* when it keeps the image's two spatial axes (`axes` names them, counted from the end), and otherwise
-*global*: a parameter, a constant, a reduction, or arithmetic on those. Two kinds of operators lead from a field to a
-global: the reductions, whose partial results over tiles are merged, and `gigagrad.gather`, which keeps the whole field
-because an operator that has no tile rule reads it. `gigagrad.scatter` leads back: a global laid out like an image is
-read box by box.
+A node is a *field* when it keeps the image's two spatial axes (`axes` names them, counted from the end), or one axis of
+patches, and otherwise *global*: a parameter, a constant, a reduction, or arithmetic on those. Two kinds of operators
+lead from a field to a global: the reductions, whose partial results over tiles are merged, and `gigagrad.gather`, which
+keeps the whole field because an operator that has no tile rule reads it. `gigagrad.scatter` leads back: a global laid
+out like an image is read box by box.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from math import prod
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils._pytree import TreeSpec
@@ -21,15 +21,37 @@ from torch.utils._pytree import TreeSpec
 from gigagrad.graphs.whole import WholeCost
 
 Axes = tuple[int, int]
-"""The positions of a field's y and x axes, negative: `(-2, -1)` for NCHW, `(-3, -2)` for NHWC."""
+"""The positions of a field's y and x axes, negative: `(-2, -1)` for NCHW, `(-3, -2)` for NHWC. The same one twice where
+it holds the patches of an image, row by row, or those of a bag: `(-4, -4)` for `(N, C, h, w)`."""
 
 IMAGE_AXES: Axes = (-2, -1)
+
+
+class Patches(NamedTuple):
+    """Arrangement of patches that lie in one axis, row by row; of each so many items, its tokens or heads, say. All of
+    that again for each position of what was joined with them before: tokens, where these come first.
+    """
+
+    rows: int
+    columns: int
+    items: int = 1
+    before: int = 1
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """Return the height and the width of the field."""
+        return self.rows, self.columns * self.items
+
+
+BAG_AXES: Axes = (-4, -4)
 FIELD_SUM = "gigagrad.field_sum"
 FIELD_MAX = "gigagrad.field_max"
 FIELD_BINS = "gigagrad.field_bins"
 MOMENTS = "gigagrad.moments"
 REDUCTIONS = frozenset({FIELD_SUM, FIELD_MAX, FIELD_BINS, MOMENTS})
 """Partial results of tiles are added up, or merged as `operators.merge_of` says; `field_max` has no gradient."""
+EACH = "each."
+"""Begins the name of an operator that is to take the items of its batch apart (`ops/each.py`)."""
 GATHER = "gigagrad.gather"
 SCATTER = "gigagrad.scatter"
 SOURCES = frozenset({"image", "target", "parameter", "buffer", "constant"})
@@ -45,6 +67,8 @@ class InputSpec:
     field: bool
     differentiable: bool = False
     """True if the gradient for this input is asked for."""
+    bag: bool = False
+    """True for patches `(N, C, h, w)`, in tiles of several of them."""
 
     @property
     def read_dtype(self) -> torch.dtype:
@@ -87,6 +111,8 @@ class Node:
     """True if a gradient flows through this value to a parameter that asks for one."""
     whole: bool = False
     """True for a global that holds what a whole-field operator made of every pixel."""
+    patches: Patches | None = None
+    """The patches, where one axis holds them all: y and x of the field count these then, or their items."""
     # What follows is derived once: planning asks millions of times.
     operands: tuple[int, ...] = field(init=False)
     """Ids of the nodes this one reads, in the order of the arguments, with repetitions."""
@@ -95,7 +121,7 @@ class Node:
     is_reduction: bool = field(init=False)
     nbytes: int = field(init=False)
     _sizes: tuple[int, ...] = field(init=False)
-    """Height and width of a field in pixels."""
+    """Height and width of a field in pixels, or in patches."""
 
     def __post_init__(self) -> None:
         def derive(name: str, value: Any) -> None:
@@ -106,7 +132,14 @@ class Node:
         derive("is_source", self.op in SOURCES)
         derive("is_reduction", self.op in REDUCTIONS)
         derive("nbytes", self.dtype.itemsize * prod(self.shape))
-        derive("_sizes", tuple(self.shape[axis] for axis in self.axes or ()))
+        axes, patches = self.axes or (), self.patches
+        derive("_sizes", tuple(self.shape[axis] for axis in axes) if patches is None else patches.size)
+        assert patches is None or prod(patches) == self.shape[self.spatial[0]], self
+
+    @property
+    def operator(self) -> str:
+        """Return the operator's name as PyTorch has it."""
+        return self.op.removeprefix(EACH)
 
     @property
     def spatial(self) -> Axes:
@@ -117,6 +150,20 @@ class Node:
     def size(self, axis: int) -> int:
         """Return the length in pixels of the whole field along `axis` (0 is y, 1 is x)."""
         return self._sizes[axis]
+
+    @property
+    def stored_shape(self) -> tuple[int, ...]:
+        """Return the shape with an axis each for rows and columns: that of patches, too, while they are stored."""
+        if self.patches is None:
+            return self.shape
+        at, before = len(self.shape) + self.spatial[0], self.patches.before
+        return (*self.shape[:at], *([before] if before > 1 else []), *self.patches.size, *self.shape[at + 1 :])
+
+    @property
+    def stored_axes(self) -> Axes:
+        """Return the spatial axes of the stored shape."""
+        y, x = self.spatial
+        return (y - 1, x) if self.patches else (y, x)
 
     @property
     def bytes_per_pixel(self) -> int:
@@ -193,8 +240,7 @@ class Graph:
             )
             and self.closed.keys() == other.closed.keys()
             and all(tensor is other.closed[name] for name, tensor in self.closed.items())
-            and self.constants.keys() == other.constants.keys()
-            and all(_bits(tensor) == _bits(other.constants[name]) for name, tensor in self.constants.items())
+            and same_bits(self.constants, other.constants)
         )
 
     def operands(self, node: Node) -> tuple[Node, ...]:
@@ -264,7 +310,8 @@ def fill(value: Any, values: Iterator[Any]) -> Any:
 
 
 def _form(node: Node) -> tuple[Any, ...]:
-    return node.op, node.operands, node.shape, node.dtype, node.axes, node.differentiable, node.whole
+    form = node.shape, node.dtype, node.axes, node.patches
+    return node.op, node.operands, *form, node.differentiable, node.whole
 
 
 def exactly(value: Any) -> Any:
@@ -274,6 +321,11 @@ def exactly(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return type(value), tuple(map(exactly, value))
     return type(value), repr(value) if isinstance(value, float | complex) else value
+
+
+def same_bits(some: Mapping[str, torch.Tensor], others: Mapping[str, torch.Tensor]) -> bool:
+    """Tell whether tensors of the same names hold the same bits."""
+    return some.keys() == others.keys() and all(_bits(tensor) == _bits(others[name]) for name, tensor in some.items())
 
 
 def _bits(tensor: torch.Tensor) -> tuple[Any, ...]:

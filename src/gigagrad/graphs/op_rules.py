@@ -24,7 +24,7 @@ import torch
 
 from gigagrad.boxes import Span
 from gigagrad.graphs import operators
-from gigagrad.graphs.graph import IMAGE_AXES, Axes, Node, Ref, fill, references
+from gigagrad.graphs.graph import IMAGE_AXES, Axes, Node, Patches, Ref, fill, references
 
 
 class NotTileable(Exception):
@@ -135,6 +135,16 @@ class OpRule(ABC):
         `call.node.axes` is not known yet; everything else of the call is.
         """
 
+    def patches(self, call: Call) -> Patches:
+        """Return the output's patches, where one axis holds them: those of the fields it reads.
+
+        Raises `NotTileable` for fields of different patches.
+        """
+        found = {operand.patches for operand in call.fields}
+        if len(found) != 1 or None in found:
+            raise NotTileable("its inputs hold different patches")
+        return next(filter(None, found))
+
     @abstractmethod
     def needs(self, call: Call, axis: int, out: Span) -> tuple[Span | None, ...]:
         """Return for each operand the span (inside the field) along `axis` that output span `out` needs; None: nothing.
@@ -152,13 +162,13 @@ class OpRule(ABC):
 
     def bind(self, call: Call, site: Site) -> Bound:
         """Make the function that computes the output on `site.out` from crops of exactly `site.operands`."""
-        size = [span.length for span in site.out]
+        lengths = crop_lengths(call.node, site.out)
 
         def run(operands: Sequence[Any]) -> torch.Tensor:
             remaining = iter(operands)
             arguments = {name: fill(value, remaining) for name, value in call.node.arguments.items()}
             output = self.run(call, arguments, site)
-            assert [output.shape[axis] for axis in call.node.spatial] == size, (call.node.op, output.shape, site)
+            assert [output.shape[axis] for axis in call.node.spatial] == lengths, (call.node.op, output.shape, site)
             return output
 
         return run
@@ -326,17 +336,32 @@ def registered() -> tuple[str, ...]:
     return tuple(sorted(_RULES))
 
 
+def crop_lengths(node: Node, spans: tuple[Span, Span]) -> list[int]:
+    """Return how long a crop of a field is along its two axes; where these are one, the number of patches, twice."""
+    y, x = (span.length for span in spans)
+    return [y, x] if node.patches is None else [node.patches.before * y * x] * 2
+
+
+def shape_on(node: Node, spans: tuple[Span, Span]) -> list[int]:
+    """Return the shape of a crop of a field, as operators take it."""
+    shape = list(node.shape)
+    for axis, length in zip(node.spatial, crop_lengths(node, spans), strict=True):
+        shape[axis] = length
+    return shape
+
+
 def per_operand(call: Call, need: Callable[[Node], Span | None]) -> tuple[Span | None, ...]:
     """Ask `need(operand)` for every field operand; None for globals."""
     return tuple([need(operand) if operand.is_field else None for operand in call.operands])
 
 
 def common_axes(call: Call) -> Axes:
-    """Return the one position at which all field operands hold their spatial axes."""
-    found = {operand.spatial for operand in call.fields}
+    """Return the one position at which all field operands hold their spatial axes, or the same patches."""
+    found = {(operand.spatial, operand.patches) for operand in call.fields}
     if len(found) != 1:
-        raise NotTileable(f"its inputs hold their spatial axes at different positions, {sorted(found, key=str)}")
-    return found.pop()
+        places = sorted({axes for axes, _ in found})
+        raise NotTileable(f"its inputs hold their spatial axes at different positions, {places}")
+    return found.pop()[0]
 
 
 def axes_without(gone: Collection[int], axes: Axes) -> Axes:

@@ -13,7 +13,7 @@ from typing import Any, Final
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from gigagrad.graphs.graph import FIELD_MAX, FIELD_SUM, MOMENTS, Node, substitute
+from gigagrad.graphs.graph import EACH, FIELD_MAX, FIELD_SUM, MOMENTS, Node, substitute
 from gigagrad.graphs.statistics import average, blended, grouped, merged, moments, normalise, variance
 
 _HALVES: Final = frozenset({torch.float16, torch.bfloat16})
@@ -208,6 +208,7 @@ def function(op: str) -> Callable[..., Any]:
     """Return the callable behind an operator's name, e.g. `aten.conv2d.default`."""
     if op in _OWN:
         return _OWN[op]
+    op = op.removeprefix(EACH)
     # A view asks for strides that crops and whole fields in another layout need not have.
     op = "aten.reshape.default" if op in ("aten.view.default", "aten._unsafe_view.default") else op
     namespace, name, overload = op.split(".", 2)
@@ -236,7 +237,7 @@ def positional(op: str) -> tuple[str, ...]:
 @cache
 def is_view(op: str) -> bool:
     """Tell whether an operator's output shares its input's memory, as its schema declares it."""
-    if op in _OWN or not op.startswith("aten."):
+    if op in _OWN or not op.removeprefix(EACH).startswith("aten."):
         return False
     returns = function(op)._schema.returns  # type: ignore[attr-defined]
     return bool(returns) and all(r.alias_info is not None and not r.alias_info.is_write for r in returns)

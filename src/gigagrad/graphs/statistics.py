@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from gigagrad.graphs.crops import strides
+
 _FEW, _EVERY = 4096, 8
 """The number of values above which only one row of so many is looked at for a first guess of the mean."""
 
@@ -20,7 +22,7 @@ _FEW, _EVERY = 4096, 8
 class _Moments(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, field: torch.Tensor, dims: list[int], known: torch.Tensor | None) -> torch.Tensor:
-        result = _of_field(field, dims) if known is None else known.clone()
+        result = _values(field, dims, known)
         ctx.dims = dims
         ctx.save_for_backward(field, result)
         return result
@@ -36,6 +38,10 @@ class _Moments(torch.autograd.Function):
         constant = to_mean / count + slope * ((centre - mean) - rest)
         found = torch.addcmul(constant.to(wide.dtype), wide - centre, slope.to(wide.dtype))
         return found.to(field.dtype), None, None
+
+
+def _values(field: torch.Tensor, dims: list[int], known: torch.Tensor | None) -> torch.Tensor:
+    return _of_field(field, dims) if known is None else known.clone()
 
 
 def _of_field(field: torch.Tensor, dims: list[int]) -> torch.Tensor:
@@ -92,6 +98,8 @@ def moments(field: torch.Tensor, dims: list[int], known: torch.Tensor | None = N
     if field.device.type == "meta":
         kept = [size for dim, size in enumerate(field.shape) if dim not in dims]
         return field.new_empty([4, *kept], dtype=torch.float64)
+    if not torch.is_grad_enabled():
+        return _values(field, dims, known)
     result: torch.Tensor = _Moments.apply(field, dims, known)  # type: ignore[no-untyped-call]
     return result
 
@@ -139,12 +147,8 @@ class _Normalise(torch.autograd.Function):
     def forward(
         ctx: Any, field: torch.Tensor, mean: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor
     ) -> torch.Tensor:
-        # The kernel reads them by pointer, and one value expanded to all channels has a stride of 0.
-        mean, scale, shift = mean.contiguous(), scale.contiguous(), shift.contiguous()
-        ones = torch.ones_like(mean)
-        field = _standard(field)
-        ctx.save_for_backward(field, mean, scale, ones)
-        output: torch.Tensor = torch.native_batch_norm(field, scale, shift, mean, ones, False, 0.0, 0.0)[0]
+        output, *saved = _normalised(field, mean, scale, shift)
+        ctx.save_for_backward(*saved)
         return output
 
     @staticmethod
@@ -161,6 +165,16 @@ class _Normalise(torch.autograd.Function):
         return (to_field if wanted[0] else None), -scale * to_shift, to_scale, to_shift
 
 
+def _normalised(
+    field: torch.Tensor, mean: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor
+) -> list[torch.Tensor]:
+    """Return the normalised field, and what its gradient needs."""
+    # The kernel reads them by pointer, and one value expanded to all channels has a stride of 0.
+    mean, scale, shift = mean.contiguous(), scale.contiguous(), shift.contiguous()
+    ones, field = torch.ones_like(mean), _standard(field)
+    return [torch.native_batch_norm(field, scale, shift, mean, ones, False, 0.0, 0.0)[0], field, mean, scale, ones]
+
+
 def _standard(field: torch.Tensor) -> torch.Tensor:
     """Copy a field, if need be, to the strides of one of the two memory formats.
 
@@ -170,13 +184,14 @@ def _standard(field: torch.Tensor) -> torch.Tensor:
     """
     last = field.ndim == 4 and field.stride(1) == 1 and field.shape[1] > 1
     layout = torch.channels_last if last else torch.contiguous_format
-    strides = torch.empty(field.shape, device="meta", memory_format=layout).stride()
-    return field if field.stride() == strides else field.clone(memory_format=layout)
+    return field if field.stride() == strides(field.shape, layout) else field.clone(memory_format=layout)
 
 
 def normalise(field: torch.Tensor, mean: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:
     """`(field - mean) * scale + shift` per channel (axis 1) of `(N, C, ...)`; the statistics have shape `(C,)`."""
     if field.device.type == "meta":
         return torch.empty_like(field)
+    if not torch.is_grad_enabled():
+        return _normalised(field, mean, scale, shift)[0]
     result: torch.Tensor = _Normalise.apply(field, mean, scale, shift)  # type: ignore[no-untyped-call]
     return result

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from gigagrad.allowances import LANES, MAPPED_BYTES
+from gigagrad.graphs.sizes import CallRecorder
 
 _REORDERING = frozenset({torch.ops.aten.convolution, torch.ops.aten.convolution_backward})
 """Operators whose kernels copy what they read and write into a layout of their own."""
@@ -40,14 +42,27 @@ class WholeCost:
     """Bytes read and written, and floating point operations, of every operator that computes."""
 
 
-def count_whole(loss_module: Any, inputs: Any, mode: FakeTensorMode, *, backward: bool) -> WholeCost | None:
-    """Count what a loss module of fake tensors takes for fake inputs; None where these cannot follow it."""
+def count_whole(
+    loss_module: Any,
+    inputs: Any,
+    mode: FakeTensorMode,
+    *,
+    backward: bool,
+    grad: bool | None = None,
+    recorder: CallRecorder | None = None,
+    watched: AbstractContextManager[object] | None = None,
+) -> WholeCost | None:
+    """Count what a loss module of fake tensors takes for fake inputs; None where these cannot follow it. With
+    `grad` the forward is one that a backward may follow. A `recorder` writes down all operators, and the forward runs
+    `watched`.
+    """
     images, target = inputs[0], inputs[1] if len(inputs) > 1 else None
     leaves = [tensor for tensor in (*loss_module.parameters(), *tree_leaves(inputs)) if tensor.requires_grad]
-    meter = _Meter()
+    meter = _Meter(recorder)
     try:
-        with mode, meter, torch.set_grad_enabled(backward):
-            result = loss_module.plainly(images, target)
+        with mode, meter, torch.set_grad_enabled(backward if grad is None else grad):
+            with watched or nullcontext():
+                result = loss_module.plainly(images, target)
             if backward and result.requires_grad:
                 torch.autograd.grad(result, leaves, allow_unused=True)
     except Exception:
@@ -65,8 +80,9 @@ def _reordered_bytes(tensor: torch.Tensor) -> int:
 class _Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Add up the storages that are alive."""
 
-    def __init__(self) -> None:
+    def __init__(self, recorder: CallRecorder | None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._recorder = recorder
         self._alive: dict[int, int] = {}
         self._now = self._peak = self._small = self._most_small = self._largest = self._compiled = self._large = 0
         self._operators: list[tuple[int, float]] = []
@@ -80,6 +96,8 @@ class _Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if self._recorder is not None:
+            self._recorder.note(str(func), args, kwargs)
         result = func(*args, **kwargs)
         given, made = (
             [value for value in tree_leaves(nest) if isinstance(value, torch.Tensor)]
@@ -88,7 +106,9 @@ class _Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         known = {tensor.untyped_storage()._cdata for tensor in given}
         fresh = [tensor for tensor in made if tensor.untyped_storage()._cdata not in known]
         for tensor in fresh:
-            self._take(tensor.untyped_storage())
+            self._take(tensor)
+        if self._recorder is not None:
+            self._recorder.note(result)
         moved = sum(tensor.numel() * tensor.element_size() for tensor in (*given, *made))
         reordered = sum(map(_reordered_bytes, (*given, *made)))
         packet = func._overloadpacket
@@ -100,11 +120,14 @@ class _Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._operators.append((moved, 0 if count is None else count(*args, **kwargs, out_val=result)))
         return result
 
-    def _take(self, storage: torch.UntypedStorage) -> None:
+    def _take(self, tensor: torch.Tensor) -> None:
+        storage = tensor.untyped_storage()
         key, nbytes = storage._cdata, storage.nbytes()
         if key in self._alive:
             return
         self._alive[key] = nbytes
+        if self._recorder is not None:
+            self._recorder.made(tensor)
         self._add(nbytes)
         self._large += nbytes if nbytes >= MAPPED_BYTES else 0
         self._largest, self._most_small = max(self._largest, nbytes), max(self._most_small, self._small)
@@ -112,6 +135,8 @@ class _Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _free(self, key: int) -> None:
         self._add(-self._alive.pop(key))
+        if self._recorder is not None:
+            self._recorder.freed(key)
 
     def _add(self, nbytes: int) -> None:
         self._now += nbytes

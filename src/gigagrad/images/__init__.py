@@ -1,5 +1,7 @@
 """Open, read and write images; label tissue; make synthetic slides."""
 
+from gigagrad.images.bag import Bag
+from gigagrad.images.coordinates import read_coordinates, write_coordinates
 from gigagrad.images.georeference import GuessedResolutionWarning, require_mpp
 from gigagrad.images.image import Image
 from gigagrad.images.layout import MaskClass
@@ -13,6 +15,7 @@ from gigagrad.images.write import write_pyramid
 
 __all__ = [
     "PAPER_RECIPE",
+    "Bag",
     "GuessedResolutionWarning",
     "Image",
     "InputView",
@@ -23,9 +26,11 @@ __all__ = [
     "make_cohort",
     "make_slide",
     "open_image",
+    "read_coordinates",
     "require_mpp",
     "thumbnail",
     "tissue_mask",
+    "write_coordinates",
     "write_label",
     "write_pyramid",
 ]

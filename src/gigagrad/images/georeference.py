@@ -281,7 +281,10 @@ def choose_mpp(
 def require_mpp(image: Image) -> float:
     """Return the image's micrometres per pixel. Raises `ImageError` naming `--mpp` where they are unknown."""
     if image.mpp is None:
-        raise ImageError(f"{image.name} has no micrometres per pixel (mpp) in its metadata; give them with --mpp")
+        raise ImageError(
+            f"{image.name} has no micrometres per pixel (mpp) in its metadata; give them with --mpp, or "
+            "open_image(path, mpp=...)"
+        )
     return image.mpp
 
 

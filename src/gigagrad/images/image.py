@@ -9,16 +9,18 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Final, Self, SupportsIndex, final
+from typing import TYPE_CHECKING, Any, Final, SupportsIndex, final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from gigagrad.boxes import Box
 from gigagrad.errors import ImageError, did_you_mean
+from gigagrad.images.closing import Closing
 from gigagrad.images.pixels import (
     LUMA_BT601,
     ROWS_AT_ONCE,
+    Array,
     Level,
     Pixels,
     choose_level,
@@ -41,10 +43,10 @@ _SEEN_BY_VIEWS = (
 )
 
 
-class Image(ABC):
-    """Pixels that can be read box by box, from one level of a file or from memory.
+class Image(Closing, ABC):
+    """Pixels that can be read box by box, from one level of a file or from memory. Its attributes are constant.
 
-    Attributes (constant after construction):
+    Attributes:
         shape: `(C, H, W)` of the chosen level.
         dtype: of what `read` returns; a `torch.dtype` only where the source is a tensor.
         mpp: micrometres per pixel of the chosen level, None if unknown.
@@ -88,7 +90,7 @@ class Image(ABC):
             raise ImageError(f"{name} has no pixels: its shape (C, H, W) is {shape}; every axis must be at least 1")
         self.shape: Final = shape
         self.dtype: Final = dtype
-        self.name: Final = name
+        self.name = name
         self.fill: Final = fill
         self.cache_bytes: Final = cache_bytes
         self.thread_bytes: Final = thread_bytes
@@ -100,7 +102,6 @@ class Image(ABC):
         self.nodata: Final = nodata
         self.channel_names: Final = channel_names
         self._open_level, self._level = open_level, level
-        self._closed = False
 
     @property
     def channels(self) -> int:
@@ -115,6 +116,11 @@ class Image(ABC):
     def width(self) -> int:
         """Return the columns of the chosen level, in pixels."""
         return self.shape[2]
+
+    @property
+    def block_shape(self) -> tuple[int, int] | None:
+        """Return the `(height, width)` of the blocks that are decoded as a whole, None without such."""
+        return None
 
     @final
     def read(self, box: Box) -> Pixels:
@@ -138,9 +144,32 @@ class Image(ABC):
             canvas[:, at.y0 : at.y1, at.x0 : at.x1] = self._read_inside(inside)  # type: ignore[assignment]
         return canvas
 
-    def _require_open(self) -> None:
-        if self._closed:
-            raise ImageError(f"{self.name} is closed; open it again to read from it")
+    def view(self, box: Box) -> Pixels:
+        """Read pixels that are not to be written to: an image in memory gives its own. Otherwise as `read`."""
+        return self.read(box)
+
+    def read_squares(self, corners: Sequence[tuple[int, int]], side: int) -> Array:
+        """Read squares of `side` px whose top left pixels are at `(x, y)`: `(n, C, side, side)`, as `read` reads them.
+
+        Channels are last in memory. For images whose pixels are arrays.
+        """
+        assert isinstance(self.dtype, np.dtype)
+        squares_NHWC = np.empty((len(corners), side, side, self.channels), self.dtype)
+        for square, (x, y) in zip(squares_NHWC, corners, strict=True):
+            square[...] = np.asarray(self.view(Box(y, x, y + side, x + side))).transpose(1, 2, 0)
+        return squares_NHWC.transpose(0, 3, 1, 2)
+
+    @property
+    def lends_blocks(self) -> bool:
+        """Return whether `block` decodes a block and keeps none, so that a caller's cache saves it work."""
+        return self.block_shape is not None and not self.cache_bytes
+
+    def block(self, row: int, column: int) -> Array:
+        """Read a block, `(h, w, C)`, at least as large as the part of it that lies inside the image."""
+        assert self.block_shape is not None
+        height, width = self.block_shape
+        box = Box.whole(height, width).shift(row * height, column * width).clamp(self.height, self.width)
+        return np.asarray(self.read(box)).transpose(1, 2, 0)
 
     @abstractmethod
     def _read_inside(self, box: Box) -> Pixels:
@@ -234,22 +263,6 @@ class Image(ABC):
             grey[0, rows] = light if is_floating(self.dtype) else light.round()
         return grey
 
-    @final
-    def close(self) -> None:
-        """Release files and caches. Closing twice is fine; reading afterwards is an `ImageError`."""
-        if not self._closed:
-            self._closed = True
-            self._release()
-
-    def _release(self) -> None:
-        """Give back what the reader holds; called once."""
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
     def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
         """Reopen the file in copies and pickles of its image; others are copied with their pixels."""
         if self._open_level is None:
@@ -282,6 +295,10 @@ class View(Image):
         self._image = image
         kept: dict[str, Any] = {name: getattr(image, name) for name in _SEEN_BY_VIEWS}
         super().__init__(shape=shape or image.shape, levels=levels or image.levels, **kept | changed)
+
+    @property
+    def block_shape(self) -> tuple[int, int] | None:
+        return self._image.block_shape
 
     def _blank(self, height: int, width: int) -> Pixels:
         if self.dtype != self._image.dtype:

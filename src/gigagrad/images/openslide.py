@@ -73,6 +73,10 @@ class OpenSlideImage(Image):
         self._downsample = chosen.downsample
         self._cache = TileCache(CACHE_BYTES)
 
+    @property
+    def block_shape(self) -> tuple[int, int]:
+        return _BLOCK, _BLOCK
+
     def _read_inside(self, box: Box) -> Array:
         pixels_HWC = np.empty((*box.shape, 3), np.uint8)
 

@@ -175,8 +175,10 @@ class TileCache:
     anywhere, and leaves nobody waiting.
     """
 
-    def __init__(self, limit_bytes: int) -> None:
-        self._limit_bytes = limit_bytes
+    def __init__(self, limit_bytes: int, settled_bytes: int | None = None) -> None:
+        """`settled_bytes` bounds those that are not wanted again: fewer bytes are sooner found in the processor's own
+        caches. None: they stay while there is room."""
+        self._limit_bytes, self._most_settled_bytes = limit_bytes, settled_bytes
         self._held_bytes = 0
         self._tiles: OrderedDict[Hashable, Array] = OrderedDict()
         self._settled: dict[Hashable, None] = {}
@@ -219,16 +221,23 @@ class TileCache:
                 self._tiles[key] = tile
                 self._held_bytes += tile.nbytes
                 while self._held_bytes > self._limit_bytes:
-                    oldest = next(iter(self._settled or self._tiles))
-                    self._settled.pop(oldest, None)
-                    self._held_bytes -= self._tiles.pop(oldest).nbytes
+                    self._drop()
         return tile
+
+    def _drop(self) -> None:
+        oldest = next(iter(self._settled or self._tiles))
+        self._settled.pop(oldest, None)
+        self._held_bytes -= self._tiles.pop(oldest).nbytes
 
     def settle(self, key: Hashable) -> None:
         """Note that this tile is not wanted again, as far as can be told."""
         with self._lock:
-            if key in self._tiles:
-                self._settled[key] = None
+            if (tile := self._tiles.get(key)) is None:
+                return
+            self._settled[key] = None
+            # Tiles of one cache are about of one size.
+            if self._most_settled_bytes is not None and len(self._settled) * tile.nbytes > self._most_settled_bytes:
+                self._drop()
 
     def clear(self) -> None:
         with self._lock:
@@ -249,14 +258,14 @@ class ReadOrder:
     def settled(self, box: Box) -> tuple[int, int]:
         """Return how far down and to the right nothing behind this box begins, as far as can be told."""
         last, self._last = self._last, box
-        common = box.intersect(last)
-        if box != last and box.x == last.x and common.height >= 0:
-            self._overlap = common.height
-        elif box != last and box.y == last.y and common.width >= 0:
-            self._overlap = common.width
+        # Compared by numbers, as this is asked for every patch of a bag.
+        if box.x0 == last.x0 and box.x1 == last.x1:
+            if box.y0 != last.y0 or box.y1 != last.y1:
+                self._overlap = max(0, min(box.y1, last.y1) - max(box.y0, last.y0))
+        elif box.y0 == last.y0 and box.y1 == last.y1:
+            self._overlap = max(0, min(box.x1, last.x1) - max(box.x0, last.x0))
         overlap = self._overlap
         if overlap is None:
             return 0, 0
-        ends = zip((box.y1, box.x1), self._size, strict=True)
-        down, right = (end - overlap if end < size else _NEVER for end, size in ends)
-        return down, right
+        height, width = self._size
+        return box.y1 - overlap if box.y1 < height else _NEVER, box.x1 - overlap if box.x1 < width else _NEVER

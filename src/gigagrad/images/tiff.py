@@ -307,6 +307,10 @@ class TiffImage(Image):
         # Runs at close, or when an image that nobody closed is collected.
         self._close_file = weakref.finalize(self, self._file.close)
 
+    @property
+    def block_shape(self) -> tuple[int, int]:
+        return self._segments.segment
+
     def _read_inside(self, box: Box) -> Array:
         return self._read_channels(box, range(self.channels))
 
@@ -325,6 +329,18 @@ class TiffImage(Image):
         for plane, (at, samples) in by_plane.items():
             self._read_plane(box, plane, self._segments.decode, pixels_HWC, at, samples)
         return pixels_HWC
+
+    @property
+    def lends_blocks(self) -> bool:
+        segments = self._segments
+        return segments.planes == 1 and segments.samples == self.channels and self._valid is None
+
+    def block(self, row: int, column: int) -> Array:
+        self._require_open()
+        segments, place = self._segments, (0, row, column)
+        if segments.counts[place] == 0:
+            return np.full((*segments.segment, segments.samples), self._gaps, segments.dtype)
+        return self._decode((place, segments.decode))
 
     @property
     def _grey_seconds(self) -> float:

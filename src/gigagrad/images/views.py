@@ -46,6 +46,12 @@ class ArrayImage(Image):
         self._native = native
         self._array_CHW = array.reshape(shape)
 
+    def view(self, box: Box) -> Pixels:
+        if box.empty or box != box.clamp(self.height, self.width):
+            return self.read(box)
+        self._require_open()
+        return self._array_CHW[:, box.y0 : box.y1, box.x0 : box.x1].astype(self._native, copy=False)
+
     def _read_inside(self, box: Box) -> Array:
         return self._array_CHW[:, box.y0 : box.y1, box.x0 : box.x1].astype(self._native)
 
@@ -62,6 +68,12 @@ class TensorImage(Image):
         fill = 255 if of_bytes and shape[0] == 3 else 0
         super().__init__(shape=shape, dtype=tensor.dtype, name=name, fill=fill, mpp=mpp)
         self._tensor_CHW = tensor.detach().reshape(shape)
+
+    def view(self, box: Box) -> Pixels:
+        if box.empty or box != box.clamp(self.height, self.width):
+            return self.read(box)
+        self._require_open()
+        return self._tensor_CHW[:, box.y0 : box.y1, box.x0 : box.x1]
 
     def _read_inside(self, box: Box) -> torch.Tensor:
         return self._tensor_CHW[:, box.y0 : box.y1, box.x0 : box.x1].clone()

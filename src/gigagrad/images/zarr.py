@@ -96,6 +96,11 @@ class ZarrImage(Image):
         kept = [axis for axis in axes if axis in ("c", "y", "x")]
         self._order = tuple(kept.index(axis) for axis in ("c", "y", "x") if axis in kept)
 
+    @property
+    def block_shape(self) -> tuple[int, int]:
+        chunk = dict(zip(self._axes, self._array.chunks, strict=True))
+        return chunk["y"], chunk["x"]
+
     def _read_inside(self, box: Box) -> Array:
         wanted = {"c": slice(None), "y": slice(box.y0, box.y1), "x": slice(box.x0, box.x1)}
         with in_our_words(f"cannot read {box} of {self.name}", "a chunk is missing or corrupt"):

@@ -1,6 +1,7 @@
 """Masks: what is true of every pixel, from mask files and from outlines as QuPath and ASAP save them."""
 
 from gigagrad.masks.annotations import is_annotation_file, read_annotations
+from gigagrad.masks.bags import open_bag
 from gigagrad.masks.classes import IGNORED, UNLABELLED, ClassTable
 from gigagrad.masks.opening import LabelMap, ignoring_missing, open_mask
 from gigagrad.masks.outlines import AnnotationMask, Outlines, paint
@@ -14,6 +15,7 @@ __all__ = [
     "Outlines",
     "ignoring_missing",
     "is_annotation_file",
+    "open_bag",
     "open_mask",
     "paint",
     "read_annotations",

@@ -1,7 +1,7 @@
 """The networks the project ships, and the way from a model's name to a module. Imports no optional package."""
 
 from gigagrad.models.networks import MultiStainNet, Normalise, PaperUNet, Preprocess
-from gigagrad.models.registry import resolve
+from gigagrad.models.registry import resolve, resolve_encoder
 from gigagrad.models.saved import load, load_model, load_weights_into, save_model
 
 __all__ = [
@@ -13,5 +13,6 @@ __all__ = [
     "load_model",
     "load_weights_into",
     "resolve",
+    "resolve_encoder",
     "save_model",
 ]

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -18,12 +18,15 @@ from torch import Tensor, nn
 
 from gigagrad.boxes import spread
 from gigagrad.errors import ImageError
+from gigagrad.images.bag import Bag
 from gigagrad.images.image import Image
-from gigagrad.images.pixels import LUMA_BT601, is_floating
+from gigagrad.images.pixels import LUMA_BT601, Pixels, is_floating
 
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
 _FULL_UINT8 = 255.0
+_LOOKED_AT = 9
+"""Patches."""
 _BEYOND = 0.5
 """Margin beyond intensities from 0 to 1: resampling and sharpening go a little beyond; bytes as floats go far."""
 
@@ -146,17 +149,16 @@ def _in_dtype_of(weight: Tensor, x_NCHW: Tensor) -> Tensor:
     return x_NCHW.to(weight.dtype) if x_NCHW.dtype.is_floating_point else x_NCHW
 
 
-def check_intensities(model: nn.Module, slide: Image) -> None:
+def check_intensities(model: nn.Module, slide: Image | Bag) -> None:
     """Raises `ImageError` for a slide of floats that the model's `Preprocess` or `Normalise` cannot take: beyond 0..1
     where that has no scale, and NaN.
 
-    Looks at boxes spread over the slide.
+    Looks at boxes spread over the slide, at patches spread over a bag.
     """
     front = next(model.children(), None)
     if not isinstance(front, (Preprocess, Normalise)) or not is_floating(slide.dtype):
         return
-    for box in spread(slide.height, slide.width):
-        pixels = torch.as_tensor(slide.read(box))
+    for pixels in map(torch.as_tensor, _spread(slide)):
         low, high = float(pixels.min()), float(pixels.max())
         if math.isnan(low):
             raise ImageError(
@@ -169,6 +171,13 @@ def check_intensities(model: nn.Module, slide: Image) -> None:
                 "intensities from 0 to 1: say in the model's name which values are 0 and 1, as in smp:Unet?scale="
                 f"{low:.3g},{high:.3g}, divide them by their largest value, or save the slide as integers"
             )
+
+
+def _spread(slide: Image | Bag) -> Iterator[Pixels]:
+    if isinstance(slide, Image):
+        yield from map(slide.read, spread(slide.height, slide.width))
+    else:
+        yield from (slide.read(place, place + 1) for place in range(0, len(slide), -(-len(slide) // _LOOKED_AT)))
 
 
 WIDTH = 3
@@ -184,8 +193,8 @@ class PaperUNet(nn.Module):
     sizes were not published; those below fit every number that was.
 
     Three strided convolutions (15 stride 8, 9 stride 5, 4 stride 4) reach stride 160, where an element has seen 199 px;
-    three transposed ones mirror them, with the encoder's field added at strides 40 and 8. A 3 x 3 head finishes at full
-    resolution. Biases are on, ReLU follows every layer but the head:
+    three transposed ones mirror them, with the encoder's output added at strides 40 and 8. A 3 x 3 head finishes at
+    full resolution. Biases are on, ReLU follows every layer but the head:
     `678 + 732 + 147 + 147 + 732 + 2028 + 28 = 4492` parameters.
 
     A transposed convolution can produce exactly those sizes that its mirror image maps to one coarse size (kernel 15,

@@ -6,9 +6,11 @@
     smp:NAME?key=value                  a network of segmentation-models-pytorch (encoder_weights=imagenet ...)
     monai:NAME?key=value                a network of monai.networks.nets
     package.module:callable?key=value   whatever that callable returns, unchanged
+    mil:encoder=NAME&head=NAME          an encoder of patches and a head over all of a bag (`bag_names`, `mil`)
 
 Values are read as literals (`named.parse_named`). The first and the libraries' also take `scale=LOW,HIGH`: which values
-of a slide are the intensities 0 and 1, for all channels or, in further pairs, for each (`networks.Normalise`).
+of a slide are the intensities 0 and 1, for all channels or, in further pairs, for each (`networks.Normalise`); the
+libraries' and `mil` take `mean` and `std` in the place of those that their weights were made for.
 Networks of the libraries start from random weights unless the name asks for published ones, which the library then
 downloads and caches as it always does; a setting that would open any other file is refused. A name may come from a
 file, a saved model's for one: such names go through `check_network` first, and a saved model is built without published
@@ -18,19 +20,31 @@ weights. What the user types may be any code at all; what a file says, only code
 
 from __future__ import annotations
 
+import copy
 import importlib
-import inspect
 import re
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any, Final, NoReturn, TypeAlias
+from typing import Any, Final
 
 import torch
 from torch import nn
 
 from gigagrad.errors import ConfigError, ModelError, did_you_mean
+from gigagrad.models.adapters import add_adapters
+from gigagrad.models.bag_names import PREPROCESSING, BagName, encoder_in, is_bag_name
+from gigagrad.models.libraries import (
+    ENCODERS,
+    LIBRARIES,
+    WEIGHTS,
+    asked,
+    build_network,
+    check_opens_nothing,
+)
+from gigagrad.models.mil import HEADS, BagNetwork
 from gigagrad.models.networks import (
     IMAGENET_MEAN,
     IMAGENET_STD,
@@ -79,54 +93,65 @@ def import_callable(path: str) -> Callable[..., Any]:
     return found  # type: ignore[no-any-return]
 
 
-_FORMS = "paper-unet, multi-stain, timm:NAME, smp:NAME?key=value, monai:NAME?key=value or package.module:callable"
-_WEIGHTS: Final = {"pretrained", "encoder_weights", "weights"}
-"""Settings that ask a library for published weights."""
-_CENTRED: Final = {"inceptionresnetv2", "inceptionv4", "xception"}
-"""Encoders of smp whose published weights take intensities of -1..1; smp keeps this in files that it downloads."""
-_PLACES: Final = {"checkpoint", "dir", "file", "filename", "hub", "path", "pretrained", "repo", "url", "weights"}
-"""Words in the names of settings that say, as text, what a library is to load: `checkpoint_path`, `pretrained_url`."""
+_FORMS = "paper-unet, multi-stain, timm:NAME, smp:NAME?key=value, monai:NAME?key=value, package.module:callable "
+_FORMS += "or mil:encoder=NAME&head=NAME"
 
 
 def resolve(name: str, *, published: bool = True) -> nn.Module:
     """The model that `name` stands for (see the module's text), in training mode, on the CPU.
 
-    The built-in and the library models take uint8 `(N, 3, H, W)`, `multi-stain` one such image for each stain; their
-    preprocessing is the first child. Without `published` the weights that the name asks a library for are left out, and
-    nothing is downloaded: for names from files, and for networks that are filled or only looked at afterwards.
+    The built-in and the library models take uint8 `(N, 3, H, W)`, `multi-stain` one such image for each stain, `mil`
+    the `N` patches of a bag; their preprocessing is the first child. Without `published` the weights that the name asks
+    a library for are left out, and nothing is downloaded: for names from files, and for networks that are filled or
+    only looked at afterwards.
     Raises `ModelError` for a malformed or unknown name, a missing package, settings the network does not take, or
     weights that cannot be had.
     """
+    if is_bag_name(name):
+        return _bag_network(BagName.parse(name), published)
     path, settings = _parsed(name)
     source, _, model_name = path.partition(":")
-    if source in _LIBRARIES and model_name:
-        _check_opens_nothing(name, {key: value for key, value in settings.items() if key not in _WEIGHTS})
-        scale = settings.pop("scale", ())
-        return _fronted(name, scale, *_LIBRARIES[source](name, model_name, settings, published))
+    if source in LIBRARIES and model_name:
+        check_opens_nothing(name, {key: value for key, value in settings.items() if key not in WEIGHTS})
+        given = {key: settings.pop(key) for key in PREPROCESSING if key in settings}
+        plain, channels, mean, std = LIBRARIES[source](name, model_name, settings, published)
+        return _fronted(plain, _preprocessing(name, given, channels, mean, std))
     if _is_imported(path):
-        model = _build(name, import_callable(path), settings)
-        if not isinstance(model, nn.Module):
-            raise ModelError(f"model {name!r} gave a {type(model).__name__}; expected a torch.nn.Module")
-        return model
+        return _imported(name, path, settings)
     if path == "paper-unet":
         if settings.keys() - {"scale"}:
             raise ModelError(f"model {name!r} has settings, but paper-unet takes none but scale=LOW,HIGH")
-        return _fronted(name, settings.get("scale", ()), PaperUNet(), 1)
+        return _fronted(PaperUNet(), _preprocessing(name, settings, 1))
     if path == "multi-stain":
-        network: nn.Module = _build(name, MultiStainNet, settings)
+        network: nn.Module = build_network(name, MultiStainNet, settings)
         return network
-    hint = did_you_mean(path, ("paper-unet", "multi-stain", *_LIBRARIES))
+    hint = did_you_mean(path, ("paper-unet", "multi-stain", "mil", *LIBRARIES))
     raise ModelError(f"unknown model {name!r}{hint}; a model is {_FORMS}")
+
+
+def resolve_encoder(name: str, *, published: bool = True) -> nn.Module:
+    """The encoder that a name of `timm`, `smp` (one of its encoders), `monai` or `package.module:callable` stands for.
+
+    It takes uint8 `(N, C, h, w)` and gives `(N, D)`; preprocessing is the first child, the encoder is called `network`.
+    Of a callable's own there is none unless the name has `mean`, `std` or `scale`. Raises as `resolve` does.
+    """
+    path, settings = _parsed(name)
+    given = {key: settings.pop(key) for key in PREPROCESSING if key in settings}
+    encoder, front, _ = _encoder(name, path, settings, given, published)
+    return _fronted(encoder, front)
 
 
 def check_network(name: str, origin: str | Path, trust: Collection[str]) -> None:
     """See that the network `name`, as the file `origin` has it, may be built by `resolve`.
 
-    The project's own networks and the libraries' may; any other has to be a subclass of `nn.Module` whose
-    `package.module:class` is in `trust`. Raises `ModelError`, before anything else is imported or called.
+    The project's own networks and the libraries' may; any other, an encoder of `mil` too, has to be a subclass of
+    `nn.Module` whose `package.module:class` is in `trust`. Raises `ModelError`, before anything else is imported or
+    called, or a folder looked at.
     """
-    path = name.partition("?")[0]
+    path = called_path(name)
     if not _is_imported(path):
+        if is_bag_name(name) and path.partition(":")[0] not in ENCODERS:
+            raise _unknown_encoder(name, path)
         return
     check_trusted(path, origin, trust)
     if not is_reloadable(name):
@@ -138,165 +163,134 @@ def check_network(name: str, origin: str | Path, trust: Collection[str]) -> None
 
 def asks_for_weights(name: str) -> str | None:
     """The setting by which the network of a library starts from published weights, None where there is none."""
-    path, settings = _parsed(name)
-    asked = [] if _is_imported(path) else _asked(settings)
-    return asked[0] if asked else None
+    path, settings = (called_path(name), BagName.parse(name).of["encoder"]) if is_bag_name(name) else _parsed(name)
+    found = [] if _is_imported(path) else asked(settings)
+    return found[0] if found else None
 
 
 def is_reloadable(name: str) -> bool:
     """Say whether a saved model of this name can be loaded; one that a function of the user's own makes cannot."""
-    path = name.partition("?")[0]
+    path = called_path(name)
     if not _is_imported(path):
         return True
     found = import_callable(path)
     return isinstance(found, type) and issubclass(found, nn.Module)
 
 
+def called_path(name: str) -> str:
+    """Return what is called to make the network, or its encoder: a library's name or `package.module:callable`."""
+    return BagName.parse(name).encoder if is_bag_name(name) else name.partition("?")[0]
+
+
 def _is_imported(path: str) -> bool:
     source, _, rest = path.partition(":")
-    return bool(source and rest) and source not in _LIBRARIES
+    return bool(source and rest) and source not in LIBRARIES and not is_bag_name(path)
 
 
-def _fronted(
+def _imported(name: str, path: str, settings: dict[str, Literal]) -> nn.Module:
+    model = build_network(name, import_callable(path), settings)
+    if not isinstance(model, nn.Module):
+        raise ModelError(f"model {name!r} gave a {type(model).__name__}; expected a torch.nn.Module")
+    return model
+
+
+def _bag_network(said: BagName, published: bool) -> nn.Module:
+    encoder, front, width = _encoder(
+        said.name, said.encoder, dict(said.of["encoder"]), said.preprocessing, published, said.features
+    )
+    if said.lora is not None:
+        build_network(said.name, partial(add_adapters, said.name, encoder, said.lora), said.of["lora"])
+    head = build_network(said.name, partial(HEADS[said.head], width, said.classes), said.of["head"])
+    return _fronted(BagNetwork(encoder, head), front)
+
+
+def _encoder(
     name: str,
-    scale: Any,
-    network: nn.Module,
+    path: str,
+    settings: dict[str, Literal],
+    given: dict[str, Literal],
+    published: bool,
+    features: int | None = None,
+) -> tuple[nn.Module, nn.Module | None, int]:
+    """Make an encoder, what stands in front of it, and say how many features it gives where `features` does not."""
+    source, _, model_name = path.partition(":")
+    if source in ENCODERS and model_name:
+        check_opens_nothing(name, {key: value for key, value in settings.items() if key not in WEIGHTS})
+        encoder, channels, mean, std, found = ENCODERS[source](name, model_name, settings, published)
+        front: nn.Module | None = _preprocessing(name, given, channels, mean, std)
+        features = features or found
+    elif _is_imported(path):
+        encoder, channels = _imported(name, path, settings), 3
+        front = _preprocessing(name, given, None) if given else None
+    else:
+        raise _unknown_encoder(name, path, looked_at=True)
+    if isinstance(front, Normalise):
+        channels = front.factor.shape[1]
+    return encoder, front, features or _width(name, encoder, channels)
+
+
+def _width(name: str, encoder: nn.Module, channels: object) -> int:
+    """Count the features that an encoder makes of a patch, by its output for two without a pixel."""
+    try:
+        with torch.no_grad():
+            two = torch.empty((2, channels if isinstance(channels, int) else 3, _PROBED, _PROBED), device="meta")
+            output = copy.deepcopy(encoder).eval().to("meta")(two)
+    except Exception as error:  # of any network's own
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        raise ModelError(
+            f"cannot tell how many features the encoder of {name!r} makes of a patch of {_PROBED} px ({reason}); say "
+            "it, as in features=512"
+        ) from error
+    if not isinstance(output, torch.Tensor) or output.ndim != 2:
+        got = tuple(output.shape) if isinstance(output, torch.Tensor) else f"a {type(output).__name__}"
+        raise ModelError(f"the encoder of {name!r} gives {got} for two patches; expected one vector each, (2, D)")
+    return output.shape[1]
+
+
+_PROBED: Final = 224
+"""Pixels a side."""
+
+
+def _unknown_encoder(name: str, path: str, *, looked_at: bool = False) -> ModelError:
+    """Say which encoders there are; of a folder in the Hub's form, where it may be `looked_at`, what to write."""
+    text = f"unknown encoder {path!r} in model {name!r}"
+    if looked_at and (written := encoder_in(Path(path))) is not None:
+        return ModelError(f"{text}; for what is in that folder write encoder={written}, and --weights {path}")
+    return ModelError(
+        f"{text}; an encoder is timm:NAME, smp:NAME of its encoders, monai:NAME or package.module:callable"
+    )
+
+
+def _preprocessing(
+    name: str,
+    given: dict[str, Literal],
     channels: object,
     mean: Sequence[float] = IMAGENET_MEAN,
     std: Sequence[float] = IMAGENET_STD,
 ) -> nn.Module:
-    """`network`, which takes so many channels, behind what turns a slide into its input, with the `scale` of its name.
+    """Make what turns a slide into the input of a network of so many channels; `scale`, `mean` and `std` are `given`.
 
     Grey of three channels or one where it takes one; otherwise channels beyond the third are normalised like the first,
     the second and so on, as timm repeats weights.
     """
+    known: dict[str, Any] = {"scale": (), "mean": tuple(mean), "std": tuple(std), **given}
+    scale, mean, std = (
+        known[key] if isinstance(known[key], tuple) else (known[key],) for key in ("scale", "mean", "std")
+    )
     count = channels if isinstance(channels, int) else len(mean)
-    scale = scale if isinstance(scale, tuple) else (scale,)
     try:
-        if channels == 1:
-            front: nn.Module = Preprocess(scale=scale)
-        else:
-            means, stds = ([each[k % len(each)] for k in range(count)] for each in (mean, std))
-            front = Normalise(means, stds, scale)
+        if channels == 1 and "mean" not in given:
+            return Preprocess(scale=scale)
+        if not all(isinstance(value, int | float) for value in (*mean, *std)):
+            raise ValueError(f"mean and std take numbers; got {mean} and {std}")
+        means, stds = ([each[k % len(each)] for k in range(count)] for each in (mean, std))
+        return Normalise(means, stds, scale)
     except ValueError as error:
         raise ModelError(f"cannot build model {name!r}: {error}") from error
-    return nn.Sequential(OrderedDict(preprocess=front, network=network))
 
 
-_Plain: TypeAlias = tuple[nn.Module, object, Sequence[float], Sequence[float]]
-"""A network of a library, its channels, and the mean and the standard deviation that each of these is to have."""
-
-
-def _timm(name: str, model_name: str, settings: dict[str, Literal], published: bool) -> _Plain:
-    timm = _import("timm", name, extra="timm")
-    if not timm.is_model(model_name):
-        _unknown(name, model_name, timm.list_models())
-    settings = {"pretrained": False, **(settings if published else _without_weights(settings))}
-    network = _build(name, timm.create_model, settings, model_name)
-    known = network.pretrained_cfg or {}
-    mean, std = known.get("mean", IMAGENET_MEAN), known.get("std", IMAGENET_STD)
-    return network, settings.get("in_chans", 3), mean, std
-
-
-def _smp(name: str, model_name: str, settings: dict[str, Literal], published: bool) -> _Plain:
-    smp = _import("segmentation_models_pytorch", name, extra="smp")
-    if model_name.lower() not in smp.MODEL_ARCHITECTURES_MAPPING:
-        _unknown(name, model_name, smp.MODEL_ARCHITECTURES_MAPPING)
-    encoder = str(settings.get("encoder_name", "resnet34"))
-    timm = _import("timm", name, extra="timm") if encoder.startswith("tu-") else None
-    if not (timm and timm.is_model(encoder[3:])) and encoder not in smp.encoders.get_encoder_names():
-        _unknown(name, encoder, smp.encoders.get_encoder_names())
-    # To smp only None means random weights: False and 0 download. Of an encoder of timm, its name says which weights.
-    weights = settings.get("encoder_weights") or None
-    wanted = None if not published or weights is None else True if timm else weights
-    network = _build(name, smp.create_model, {**_without_weights(settings), "encoder_weights": wanted}, model_name)
-    mean, std = IMAGENET_MEAN, IMAGENET_STD
-    # What the weights were made for, also where a file fills a network that began with them.
-    if weights is not None and timm is not None:
-        known = timm.models.get_pretrained_cfg(encoder[3:])
-        mean, std = getattr(known, "mean", None) or mean, getattr(known, "std", None) or std
-    elif weights is not None and encoder in _CENTRED:
-        mean = std = (0.5,) * 3
-    return network, settings.get("in_channels", 3), mean, std
-
-
-def _monai(name: str, model_name: str, settings: dict[str, Literal], published: bool) -> _Plain:
-    networks = _import("monai.networks.nets", name, extra="monai")
-    offered = {key: value for key, value in vars(networks).items() if _makes_network(value, networks.__name__)}
-    if model_name not in offered:
-        _unknown(name, model_name, offered)
-    build = offered[model_name]
-    defaults = {key: parameter.default for key, parameter in inspect.signature(build).parameters.items()}
-    settings = settings if published else _without_weights(settings)
-    if defaults.get("pretrained") is True:
-        defaults["pretrained"] = False
-        settings = {"pretrained": False, **settings}
-    _check_opens_nothing(name, defaults)
-    return _build(name, build, settings), settings.get("in_channels", 3), IMAGENET_MEAN, IMAGENET_STD
-
-
-def _makes_network(found: object, package: str) -> bool:
-    """Say whether `found` is a network class of `package`, or a function of it that says it returns one."""
-    made = found
-    if inspect.isfunction(found):
-        made = found.__annotations__.get("return")
-        made = found.__globals__.get(made) if isinstance(made, str) else made
-    of_package = str(getattr(found, "__module__", "")).startswith(f"{package}.")
-    return of_package and isinstance(made, type) and issubclass(made, nn.Module)
-
-
-_LIBRARIES = {"timm": _timm, "smp": _smp, "monai": _monai}
-
-
-def _import(module: str, name: str, *, extra: str) -> Any:
-    needs = f"model {name!r} needs the package {module.partition('.')[0]}"
-    try:
-        importlib.import_module("gigagrad.models.torchvision_operators")
-        return importlib.import_module(module)
-    except ModuleNotFoundError as error:
-        raise ModelError(f"{needs} ({error}); install it with: pip install 'gigagrad[{extra}]'") from error
-    except Exception as error:  # a torchvision built for another PyTorch raises RuntimeError, for one
-        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
-        advice = "; install the torchvision that was built for this PyTorch" if "torchvision" in reason else ""
-        raise ModelError(f"{needs}, which is installed but fails to import: {reason}{advice}") from error
-
-
-def _asked(settings: Mapping[str, object]) -> list[str]:
-    """The settings that ask for published weights."""
-    return [key for key, value in settings.items() if key in _WEIGHTS and value]
-
-
-def _without_weights(settings: Mapping[str, Literal]) -> dict[str, Literal]:
-    return {key: value for key, value in settings.items() if key not in _WEIGHTS}
-
-
-def _check_opens_nothing(name: str, settings: Mapping[str, object]) -> None:
-    """Raises `ModelError` for a setting that makes a library open a file or download one."""
-    asked = _asked(settings)
-    for key, value in settings.items():
-        place = isinstance(value, str) and not _PLACES.isdisjoint(key.split("_"))
-        if place or key in asked:
-            raise ModelError(
-                f"model {name!r} names what the library is to open ({key}), but a name opens no file; "
-                "leave it out, and give the weights as --weights FILE"
-            )
-
-
-def _build(name: str, build: Callable[..., Any], settings: dict[str, Literal], *positional: str) -> Any:
-    """Call a network's constructor; whatever it dislikes about the user's settings becomes one line."""
-    try:
-        return build(*positional, **settings)
-    except ModelError:
-        raise
-    except Exception as error:  # third-party constructors raise anything
-        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
-        # Wrong settings are TypeError, KeyError, RuntimeError and the like; what fails on the way is not.
-        if (asked := _asked(settings)) and (isinstance(error, OSError) or type(error).__module__ != "builtins"):
-            raise ModelError(
-                f"cannot get the published weights of model {name!r}: {reason}; check the connection, or leave "
-                f"{asked[0]} out and give a file with --weights"
-            ) from error
-        raise ModelError(f"cannot build model {name!r}: {reason}") from error
+def _fronted(network: nn.Module, front: nn.Module | None) -> nn.Module:
+    return nn.Sequential(OrderedDict(([] if front is None else [("preprocess", front)]) + [("network", network)]))
 
 
 def _parsed(name: str) -> tuple[str, dict[str, Literal]]:
@@ -304,12 +298,6 @@ def _parsed(name: str) -> tuple[str, dict[str, Literal]]:
         return parse_named(name)
     except ConfigError as error:
         raise ModelError(f"model {name!r}: {error}") from error
-
-
-def _unknown(name: str, wrong: str, known: Iterable[str]) -> NoReturn:
-    known = list(known)
-    listing = f"; known are {', '.join(known)}" if len(known) <= 20 else ""
-    raise ModelError(f"unknown {wrong!r} in model {name!r}{did_you_mean(wrong, known)}{listing}")
 
 
 _INSIDE: Final = {"OptimizedModule": "_orig_mod", "DataParallel": "module", "DistributedDataParallel": "module"}

@@ -121,6 +121,8 @@ _INSIDE: Final = ("state_dict", "model_state_dict", "model")
 _SHARDS: Final = f"{SAFETENSORS}.index.json"
 """Which of several files holds which tensor, as the Hugging Face Hub has it."""
 _IN_FOLDERS: Final = (BEST, SAFETENSORS, _SHARDS, "pytorch_model.bin")
+_ADAPTED: Final = ".base_layer."
+"""Name under which `peft` keeps a layer that has adapters."""
 _NAMED: Final = 5
 """So many tensors are named in a message; the others are counted."""
 
@@ -243,6 +245,8 @@ def _matched(there: Mapping[str, Tensor], here: Mapping[str, Tensor]) -> dict[st
 
     def matched(off: str, on: str) -> dict[str, str]:
         both = {name: off + name.removeprefix(on) for name in here if name.startswith(on)}
+        # The weights of a layer with adapters, in a file of the network without.
+        both |= {name: other.replace(_ADAPTED, ".") for name, other in both.items() if other not in there}
         return {name: other for name, other in both.items() if other in there}
 
     def worth(names: Mapping[str, str]) -> tuple[int, int]:

@@ -18,9 +18,9 @@ from gigagrad.plans.chunks import chunks_of
 from gigagrad.plans.emit import shared_by
 from gigagrad.plans.geometry import Grid
 from gigagrad.plans.liveness import kept_bytes
-from gigagrad.plans.memory import tile_peak_bytes, whole_field_bytes, worst_tile
+from gigagrad.plans.memory import tile_bytes, whole_field_bytes, worst_tile
 from gigagrad.plans.partition import how_summed, late_gradients
-from gigagrad.plans.plan import Plan, SegmentPlan, amount_of
+from gigagrad.plans.plan import SAVED, Plan, SegmentPlan, amount_of
 from gigagrad.plans.problem import Problem
 from gigagrad.plans.program import Allocate, Exchange, Gather, Key, Release, Scalars, Step, Tiles
 from gigagrad.plans.segments import (
@@ -204,7 +204,9 @@ class _StepChecker:
     def _named(self, node_id: int, cotangent: bool = False) -> str:
         node = self._graph[node_id]
         kind = f"{'the cotangent of ' * cotangent}{'field' if node.is_field else 'reduction'}"
-        return f"{kind} {node_id} ({node.op}{f' in {node.origin.module_path}' if node.origin.module_path else ''})"
+        return (
+            f"{kind} {node_id} ({node.operator}{f' in {node.origin.module_path}' if node.origin.module_path else ''})"
+        )
 
 
 def _ending_faults(problem: Problem, plan: Plan) -> Iterator[PlanFault]:
@@ -289,9 +291,13 @@ def _tile_faults(graph: Graph, plan: Plan, described: SegmentPlan) -> Iterator[P
         yield from _box_faults(graph, grid, axis, where)
     if not any(True for _ in _box_faults(graph, grid, 0, where)):
         backward = any(p.segment == segment.index and p.phase != "forward" for p in plan.passes)
-        peak = tile_peak_bytes(graph, segment, worst_tile(grid), backward=backward)
+        peak, between = tile_bytes(graph, segment, worst_tile(grid), backward=backward)
         if described.tile_peak_bytes < peak:
             yield PlanFault("bytes", None, f"{where}: a tile takes {peak} bytes, not {described.tile_peak_bytes}")
+        held = described.saved_tiles // (1 if plan.ranks is None else plan.ranks.count) * between
+        if (said := amount_of(described.memory, SAVED)) < held:
+            told = f"{described.saved_tiles} tiles save {between} bytes each, not {said} in all"
+            yield PlanFault("bytes", None, f"{where}: {told}")
 
 
 def _box_faults(graph: Graph, grid: Grid, axis: int, where: str) -> Iterator[PlanFault]:

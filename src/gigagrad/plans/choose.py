@@ -7,6 +7,7 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from itertools import islice
+from operator import itemgetter
 
 from gigagrad.errors import BudgetError
 from gigagrad.plans.cost import Costs
@@ -50,6 +51,8 @@ _SHARINGS, _LEEWAY = 6, 1.05
 """Plans made at most for several ranks, and how much more than the last one they may hold and send: both are known of a
 plan only."""
 
+Rated = tuple[float, Kept]
+"""The seconds of a step by a rough look, and the fields kept."""
 Tried = Callable[[float | None], None]
 """Gets the seconds that a step takes in a way that was tried, None where it does not fit."""
 
@@ -61,25 +64,34 @@ def make_plan(
     tiles: tuple[tuple[int, int], ...] | None = None,
     kept: Kept | None = None,
     whole_pixels: int | None = None,
+    saved: tuple[int, ...] | None = None,
     costs: Costs | None = None,
     tried: Tried = lambda seconds: None,
 ) -> Plan:
     """Return the fastest plan that fits: in tiles, with fields of few pixels whole, or the whole image at once, which
     comes first where it is about as fast.
 
-    With `tiles` (one shape for each segment; the last serves the rest), `kept` and `whole_pixels`: the plan with these
-    tiles that keeps these fields in these tiers, with fields of at most so many pixels whole. Several plans of one
+    With `tiles` (one shape for each segment; the last serves the rest), `kept`, `whole_pixels` and `saved`: the plan
+    with these tiles that keeps these fields in these tiers, with fields of at most so many pixels whole, and so many
+    tiles of each segment saved for the backward pass. Several plans of one
     graph are made sooner with the same `costs`, made for the same machine and storage. `tried` is called for each set
     of kept fields that was looked at.
 
     Raises:
         BudgetError: even the smallest tile does not fit; names the segment, the tile and every number.
     """
+    if problem.unrecorded is not None:
+        make = partial(make_plan, memory_format=memory_format, tiles=tiles, kept=kept, whole_pixels=whole_pixels)
+        make = partial(make, saved=saved)
+        try:
+            return make(replace(problem, unrecorded=None), costs=costs, tried=tried)
+        except BudgetError:
+            return make(replace(problem.unrecorded, budget_bytes=problem.budget_bytes), tried=tried)
     known = costs or Costs(problem.graph, problem.machine, rounds=problem.rounding is not None)
 
     def tiled(pixels: int) -> Plan:
         own, of_it = problem.of(pixels), known.with_whole(pixels) if pixels else known
-        make = partial(_make_plan, memory_format=memory_format, tiles=tiles, kept=kept, costs=of_it)
+        make = partial(_make_plan, memory_format=memory_format, tiles=tiles, kept=kept, saved=saved, costs=of_it)
         return replace(_make_tiled(own, make, tried), whole_pixels=pixels)
 
     if tiles is not None or kept is not None:
@@ -99,7 +111,10 @@ def make_plan(
         assert refusal is not None
         raise refusal
     fastest = min(found, key=_predicted_seconds)
-    if whole is not None and whole.predicted_seconds <= ABOUT_AS_FAST * fastest.predicted_seconds:
+    image = problem.graph.source("image")
+    # Tiles of a bag do what the whole does, without halos: there the faster one is that.
+    alike = 1.0 if image is not None and image.patches is not None else ABOUT_AS_FAST
+    if whole is not None and whole.predicted_seconds <= alike * fastest.predicted_seconds:
         return whole
     return fastest
 
@@ -158,11 +173,12 @@ def _make_plan(
     memory_format: str,
     tiles: tuple[tuple[int, int], ...] | None,
     kept: Kept | None,
+    saved: tuple[int, ...] | None,
     costs: Costs,
     tried: Tried = lambda seconds: None,
     ranks: RankPlan | None = None,
 ) -> Plan:
-    chooser = _Chooser(problem, costs, tiles, tried, ranks)
+    chooser = _Chooser(problem, costs, tiles, saved, tried, ranks)
     best = chooser.best() if kept is None else chooser.again(kept)
     segments = tuple(replace(segment, memory=_beside_kept(segment.memory)) for segment in best.segments)
     plan = replace(best, memory_format=memory_format, segments=segments)
@@ -183,11 +199,12 @@ class _Chooser:
         problem: Problem,
         costs: Costs,
         tiles: tuple[tuple[int, int], ...] | None,
+        saved: tuple[int, ...] | None,
         tried: Tried,
         ranks: RankPlan | None,
     ) -> None:
         self._problem, self._graph, self._costs = problem, problem.graph, costs
-        self._fitter, self._tried = Fitter(problem, costs, tiles, ranks), tried
+        self._fitter, self._tried = Fitter(problem, costs, tiles, ranks, saved), tried
         self._refused: dict[frozenset[tuple[int, str]], int] = {}
         """Fields by tier, and the bytes that they take without any tile."""
 
@@ -204,13 +221,14 @@ class _Chooser:
             at_once = self._attempt(in_memory(selections[-1]))
         if wanted is not None:
             return self._better([wanted, at_once or wanted])
-        without = self._without(selections[0])
+        without = self._first_that_fits(self._without(selections[0]))
         if without is not None:
             unbounded = self._fitter.unbounded().fit(in_memory(selections[0]), roughly=True)
             if without.modelled_seconds < _GOOD_ENOUGH * unbounded.modelled_seconds:
                 return without
-        fewer = self._fastest([*map(in_memory, selections[1:])])
-        found = min(filter(None, (at_once, without, fewer)), key=_seconds, default=None)
+        fewer = self._looked([*map(in_memory, selections[1:])])
+        faster = [one for one in fewer if without is None or one[0] < without.modelled_seconds]
+        found = min(filter(None, (at_once, without, self._first_that_fits(faster))), key=_seconds, default=None)
         if found is None:
             self._refuse(in_memory(selections[-1]), 0)
             return self._closely()
@@ -232,6 +250,9 @@ class _Chooser:
                 break
             in_vain += 1
             changed = kept if tier is not None else {**kept, field: memory}
+            rough = self._attempt(changed, roughly=True, workers=plan.workers)
+            if rough is None or rough.modelled_seconds >= _BETTER * plan.modelled_seconds:
+                continue
             other = self._attempt(changed)
             if other is not None and other.modelled_seconds < _BETTER * plan.modelled_seconds:
                 plan, in_vain = other, 0
@@ -277,22 +298,23 @@ class _Chooser:
         except BudgetError:
             return self._fitter.fit(kept, closely=True)
 
-    def _attempt(self, kept: Kept, *, roughly: bool = False) -> Plan | None:
+    def _attempt(self, kept: Kept, *, roughly: bool = False, workers: int | None = None) -> Plan | None:
         budget, has_room = self._problem.budget_bytes, self._fitter.has_room(kept)
         # Where another tier has too little room, the refusal will say what memory would do instead.
         least = self._fitter.least_bytes(kept if has_room else self._fitter.in_memory(kept))
         candidate = None
         if has_room and (budget is None or least <= budget):
             with suppress(BudgetError):
-                candidate = self._fitter.fit(kept, roughly=roughly)
+                candidate = self._fitter.fit(kept, roughly=roughly, workers=workers)
         if candidate is None:
             self._refuse(kept, least)
         self._tried(None if candidate is None else candidate.modelled_seconds)
         return candidate
 
-    def _without(self, wanted: frozenset[int]) -> Plan | None:
-        """Return the fastest plan with some of these fields evicted. Where memory is tight, computing a field again
-        takes much longer than usual tiles say: with other tiers, to move as many or all that are left is tried, too.
+    def _without(self, wanted: frozenset[int]) -> list[Rated]:
+        """Return ways to evict some of these fields, as far as a rough look tells. Where memory is tight, computing a
+        field again takes much longer than usual tiles say: with other tiers, to move as many or all that are left is
+        tried, too.
         """
         in_memory = self._fitter.in_memory(wanted)
         order = partial(evictions, self._problem, self._costs, wanted)
@@ -305,23 +327,28 @@ class _Chooser:
             ]
         else:
             tried = [placed(in_memory, order(dropping=True, moving=False))[1:]]
-        return min(filter(None, map(self._fastest, tried)), key=_seconds, default=None)
+        return [one for candidates in tried for one in self._looked(candidates)]
 
-    def _fastest(self, candidates: Sequence[Kept]) -> Plan | None:
-        """Find the fastest candidate, of which each gives up more than the one before.
+    def _first_that_fits(self, rated: list[Rated]) -> Plan | None:
+        """Return the plan of the fastest that fits after all."""
+        return next(filter(None, (self._attempt(kept) for _, kept in sorted(rated, key=itemgetter(0)))), None)
+
+    def _looked(self, candidates: Sequence[Kept]) -> list[Rated]:
+        """Look roughly for the fastest candidate, of which each gives up more than the one before.
 
         Giving up more leaves room for larger tiles, and neither its memory nor its time grows steadily (halos do), so
         that no bisection finds it: all are tried roughly until several in a row are slower, of many first some at equal
         distances, then those near the best.
         """
-        tried: dict[int, Plan | None] = {}
+        tried = set[int]()
         found: list[tuple[float, int]] = []
         step = max(1, -(-len(candidates) // _FIRST_LOOK))
         asked = [*range(len(candidates) - 1, -1, -step)][::-1]
         while True:
             slower = 0
             for count in (count for count in asked if count not in tried):
-                plan = tried[count] = self._attempt(candidates[count], roughly=True)
+                tried.add(count)
+                plan = self._attempt(candidates[count], roughly=True)
                 if plan is not None:
                     found.append((plan.modelled_seconds, count))
                     slower = 0 if found[-1] == min(found) else slower + 1
@@ -331,7 +358,7 @@ class _Chooser:
                 break
             step = -(-step // 2)
             asked = [count for count in (min(found)[1] - step, min(found)[1] + step) if 0 <= count < len(candidates)]
-        return next(filter(None, (self._attempt(candidates[count]) for _, count in sorted(found))), None)
+        return [(seconds, candidates[count]) for seconds, count in found]
 
 
 def _predicted_seconds(plan: Plan) -> float:

@@ -17,7 +17,7 @@ from gigagrad.plans.geometry import Grid, lattice, reference, remembered_steps, 
 from gigagrad.plans.memory import (
     compiled_convolutions,
     crop_sizes,
-    tile_peak_bytes,
+    tile_bytes,
     worst_tile,
 )
 from gigagrad.plans.segments import Segment
@@ -53,10 +53,14 @@ class TileCost:
     computed_ratio: float
     """Pixels read per pixel of the image."""
     tile_peak_bytes: int
+    saved_bytes: int
+    """Bytes of a tile that autograd saves from its forward to its backward."""
     forward_seconds: float
     """Without gradients."""
     backward_seconds: float
     """Computed again and pulled back; as `forward_seconds` where no gradients were asked for."""
+    again_seconds: float
+    """The part of that in which tiles are computed again."""
     forward_calls: float
     """Operators called in that pass, each of which takes `Machine.seconds_per_operator` of the seconds."""
     backward_calls: float
@@ -68,6 +72,8 @@ class TileCost:
     """Number of kernels that its convolutions are compiled to."""
     largest_block_bytes: int
     """The largest crop, or global value of which a tile makes a copy or a gradient."""
+    largest_crop_numel: int
+    """The most numbers in a crop."""
     crops: Mapping[int, tuple[int, int]]
     """Height and width of a tile's crop of each field that the segment reads or keeps."""
 
@@ -88,9 +94,10 @@ class Costs:
         self._with_whole: dict[int, Costs] = {}
         self._usual: dict[tuple[object, ...], tuple[float, float]] = {}
         self._known: dict[tuple[object, ...], TileCost] = {}
+        self._shapes: dict[tuple[object, ...], list[tuple[int, int]]] = {}
         self._steps = remembered_steps(graph)
         self._flops: dict[int, float] = {}
-        self._given: dict[int, int] = {}
+        self._rates: dict[int, tuple[float, float]] = {}
 
     def with_whole(self, pixels: int) -> Costs:
         """Return the costs of the graph in which fields of at most so many pixels are whole."""
@@ -106,6 +113,13 @@ class Costs:
         if key not in self._known:
             self._known[key] = self._cost(segment, shape, backward=backward, roughly=roughly)
         return self._known[key]
+
+    def shapes(self, segment: Segment, ranks: int) -> list[tuple[int, int]]:
+        """Return tile shapes worth costing."""
+        key = *_key(segment), ranks
+        if key not in self._shapes:
+            self._shapes[key] = tile_shapes(self.graph, segment, ranks)
+        return self._shapes[key]
 
     def usual_seconds(self, segment: Segment) -> tuple[float, float]:
         """Predict a forward and a backward pass by one thread with tiles of a usual size, judged by one in the middle:
@@ -128,7 +142,7 @@ class Costs:
         grid = Grid(graph, segment, (sides[0], sides[1]), self._steps)
         tile, largest = grid.middle, graph[grid.reference]
         tiles = largest.size(0) * largest.size(1) / tile.wanted(grid.reference).area
-        forward, backward = self._tile_seconds(segment, crop_sizes(graph, segment, tile))
+        forward, backward, _ = self._tile_seconds(segment, crop_sizes(graph, segment, tile))
         beside = seconds_beside_tiles(self._machine)
         return forward * tiles + beside, backward * tiles + beside
 
@@ -152,12 +166,15 @@ class Costs:
             self._flops[node.id] = lookup(node.op).flops(Call(node, self.graph.operands(node)))
         return self._flops[node.id]
 
-    def _given_bytes(self, node: Node) -> int:
-        """Count what an operator moves of operands that are no fields, once a tile: oneDNN reorders weights first."""
-        if node.id not in self._given:
-            given = sum(self.graph[i].nbytes for i in set(node.operands) if not self.graph[i].is_field)
-            self._given[node.id] = given * (_REORDERED if lookup(node.op).compiled else 1)
-        return self._given[node.id]
+    def _rates_of(self, node: Node) -> tuple[float, float]:
+        """Return the products of an operator per byte that it makes, and the seconds that moving its operands which are
+        no fields takes, once a tile: oneDNN reorders weights first.
+        """
+        given = sum(self.graph[i].nbytes for i in set(node.operands) if not self.graph[i].is_field)
+        given *= _REORDERED if lookup(node.op).compiled else 1
+        found = self._flops_of(node) / node.nbytes, given / self._machine.memory_bytes_per_second
+        self._rates[node.id] = found
+        return found
 
     def _cost(self, segment: Segment, shape: tuple[int, int], *, backward: bool, roughly: bool) -> TileCost:
         graph = self.graph
@@ -173,7 +190,8 @@ class Costs:
         # They come along with their cotangents.
         kept_shares = sum(size[i] for i in segment.kept) if backward else 0
         tiles = height * width / useful
-        forward, backward_too = (seconds * tiles for seconds in self._tile_seconds(segment, size))
+        forward, backward_too, again = (seconds * tiles for seconds in self._tile_seconds(segment, size))
+        peak, saved = tile_bytes(graph, segment, tile, backward=backward, rounds=self._rounds, size=size)
         calls = len(segment.fields) * tiles
         differentiable = sum(graph[i].differentiable for i in segment.fields)
         own = {i: tile.wanted(i).shape for i in segment.kept}
@@ -183,20 +201,24 @@ class Costs:
             tiles=grid.shape,
             crop=crop,
             computed_ratio=crop[0] * crop[1] / (useful * scale),
-            tile_peak_bytes=tile_peak_bytes(graph, segment, tile, backward=backward, rounds=self._rounds, size=size),
+            tile_peak_bytes=peak,
+            saved_bytes=saved,
             forward_seconds=forward,
             backward_seconds=backward_too if backward else forward,
+            again_seconds=again if backward else 0.0,
             forward_calls=calls,
             backward_calls=calls + _GRADIENT * differentiable * tiles if backward else calls,
             crop_bytes=read + 2 * kept_shares,
             own_crop_bytes=kept_shares,
             compiled=0 if roughly else compiled_convolutions(grid, backward=backward),
             largest_block_bytes=max([*size.values(), *(graph[i].nbytes for i in segment.globals)], default=0),
+            largest_crop_numel=max((size[i] // graph[i].dtype.itemsize for i in size), default=0),
             crops=crops,
         )
 
-    def _tile_seconds(self, segment: Segment, size: dict[int, int]) -> tuple[float, float]:
-        """Predict one tile's forward pass and its backward pass, by the bytes of its crops. Backward computes again all
+    def _tile_seconds(self, segment: Segment, size: dict[int, int]) -> tuple[float, float, float]:
+        """Predict one tile's forward pass, its backward pass, and how much of that computes it again, by the bytes of
+        its crops. Backward computes again all
         but the kept fields whose operators need no output for their gradient, costs about two forwards more, and adds
         the gradients of what is no field to their sums; where weights are large, that is most of what a small tile
         takes.
@@ -204,26 +226,31 @@ class Costs:
         graph, machine = self.graph, self._machine
         moved = sum(size[i] for i in (*segment.reads, *segment.kept))
         forward = backward = moved / machine.memory_bytes_per_second
+        again = 0.0
         not_again = {i for i in segment.kept if lookup(graph[i].op).backward_without_output}
         for i in segment.fields:
-            node, own = graph[i], size[i]
-            read = sum(size[j] for j in graph.reads[i])
-            once = machine.operator_seconds(own + read, own / node.nbytes * self._flops_of(node))
-            once += self._given_bytes(node) / machine.memory_bytes_per_second
+            node, own = graph.nodes[i], size[i]
+            flops_per_byte, given_seconds = self._rates.get(i) or self._rates_of(node)
+            moved = own
+            for j in graph.reads[i]:
+                moved += size[j]
+            once = machine.operator_seconds(moved, own * flops_per_byte) + given_seconds
             forward += once
-            backward += once * ((i not in not_again) + _GRADIENT * node.differentiable)
+            again += once * (i not in not_again)
+            backward += once * _GRADIENT * node.differentiable
         for i in segment.reductions:
             node, read = graph[i], size[graph[i].operands[0]]
             once = machine.operator_seconds(read * (_READS_OF_MOMENTS if node.op == MOMENTS else 1), 0.0)
             forward += once
             backward += once * node.differentiable
         added = sum(graph[i].nbytes for i in segment.globals if graph[i].differentiable)
-        return forward, backward + _BYTES_OF_A_SUM * added / machine.memory_bytes_per_second
+        backward += again + _BYTES_OF_A_SUM * added / machine.memory_bytes_per_second
+        return forward, backward, again
 
 
-def seconds_beside_tiles(machine: Machine) -> float:
-    """Predict what any pass takes beside its tiles, whoever computes these."""
-    return _CALLS_OF_A_PASS * machine.seconds_per_operator
+def seconds_beside_tiles(machine: Machine, tiles: float = 0) -> float:
+    """Predict what any pass takes beside the work of its tiles, whoever computes these."""
+    return _CALLS_OF_A_PASS * machine.seconds_per_operator + machine.host_seconds(tiles)
 
 
 def _key(segment: Segment) -> tuple[object, ...]:

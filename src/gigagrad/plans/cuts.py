@@ -103,10 +103,8 @@ class Cuts:
         reach = min(start + _LONGEST_PIECE, count)
         stored = self._required | (self._crossing[start - 1] if start else frozenset[int]())
         known: dict[int, tuple[frozenset[int], float]] = {}
-        pieces = []
-        for stop in [*range(start + 1, reach + 1), *([end] if reach == count or not start else [])]:
-            pieces.append((stop, self._piece_seconds(start, stop, stored, known)))
-        return pieces
+        stops = [*range(start + 1, reach + 1), *([end] if reach == count or not start else [])]
+        return [(stop, self._piece_seconds(start, stop, stored, known)) for stop in stops]
 
     def _piece_seconds(
         self, start: int, stop: int, stored: frozenset[int], known: dict[int, tuple[frozenset[int], float]]
@@ -118,6 +116,7 @@ class Cuts:
         final = stop > len(self.candidates)
         last = len(self._graph.nodes) if final else self.candidates[stop - 1]
         kept = (frozenset[int]() if final else self._crossing[stop - 1]) - stored
+        kept |= {i for i in self._required if first < i <= last}  # whatever is cut
         targets: dict[int, set[int]] = {}
         for i in kept | {i for i in self._ends if first < i <= last}:
             targets.setdefault(self._level[i], set()).add(i)

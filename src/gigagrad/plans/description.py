@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
+from math import prod
 from textwrap import wrap
 from typing import TYPE_CHECKING
 
@@ -111,7 +112,7 @@ def step_of(plan: Plan) -> str:
 
 def facts_of(plan: Plan, source: str) -> Facts:
     """Return what is planned, for what, and what it takes; `source` says where the predicted time comes from."""
-    channels, height, width = plan.image_shape[-3:]
+    *bag, channels, height, width = plan.image_shape
     at_once = f"{plan.workers} tiles at a time" if plan.workers > 1 else "one tile at a time"
     at_once += f", read by {plan.readers} threads" if plan.readers > 1 else ""
     runs = f"{plan.memory_format.replace('_', ' ')}, {at_once}"
@@ -121,20 +122,35 @@ def facts_of(plan: Plan, source: str) -> Facts:
     elsewhere = [(_PLACES.get(amount.name, amount.name), amount.size_bytes) for amount in plan.elsewhere]
     whole = f", {format_seconds(plan.whole_seconds)} of it for whole fields" if plan.whole_field else ""
     return (
-        ("image", f"{height} x {width} px ({format_pixels(height * width)}), channels: {channels}"),
+        _image(prod(bag), height, width, channels),
         ("runs", f"on {plan.device}, {runs}"),
         *((("ranks", _ranks(plan, plan.ranks)),) if plan.ranks is not None else ()),
         *((("passes over segments", _passes(plan) or "none"),) if not plan.whole else ()),
         *((("whole", _whole(plan)),) if plan.whole_pixels else ()),
+        *((("saved", _saved(plan)),) if any(segment.saved_tiles for segment in plan.segments) else ()),
         ("predicted peak", f"{format_bytes(plan.predicted_peak_bytes)} ({budget})"),
         *((f"kept in {where}", f"{format_bytes(size)} at most") for where, size in elsewhere if size),
         ("predicted time", f"about {format_seconds(plan.predicted_seconds)} a step ({source}){whole}"),
     )
 
 
+def _image(patches: int, height: int, width: int, channels: int) -> tuple[str, str]:
+    if patches == 1:
+        return "image", f"{height} x {width} px ({format_pixels(height * width)}), channels: {channels}"
+    pixels = format_pixels(patches * height * width)
+    return "bag", f"{patches:,} patches of {height} x {width} px ({pixels}), channels: {channels}; tiles are patches"
+
+
 def _whole(plan: Plan) -> str:
     few = format_pixels(plan.whole_pixels)
     return f"fields of at most {few}, between the tiles of the others, as PyTorch runs them"
+
+
+def _saved(plan: Plan) -> str:
+    saving = [segment for segment in plan.segments if segment.saved_tiles]
+    saved, all_tiles = (sum(getattr(one, name) for one in saving) for name in ("saved_tiles", "tile_count"))
+    share = f"{saved:,} of {all_tiles:,}" if saved < all_tiles else f"all {saved:,}"
+    return f"activations of {share} tiles of {len(saving)} segments, which are not computed again"
 
 
 def _ranks(plan: Plan, ranks: RankPlan) -> str:

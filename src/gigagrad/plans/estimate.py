@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Final, NamedTuple
 
@@ -19,12 +19,14 @@ from gigagrad.allowances import (
     FEW_TILES,
     FRAGMENTATION_BESIDE_WHOLE,
     FRAGMENTATION_OF_DOUBLING,
+    FREED_OF_RECORDED,
     HEAP_TOP_BYTES,
     LEAST_ALLOCATOR_CACHE_BYTES,
     MAPPED_BYTES,
     MOST_ALLOCATOR_CACHE_BYTES,
     MOST_FURTHER_FRAGMENTATION,
     READ_AHEAD,
+    SAVED_FRAGMENTATION,
     WRITES_BEHIND,
 )
 from gigagrad.graphs import Graph
@@ -34,8 +36,9 @@ from gigagrad.plans.geometry import reference, runs_by_rows
 from gigagrad.plans.memory import gradient_sum_bytes, whole_field_bytes
 from gigagrad.plans.plan import COTANGENTS as COTANGENTS
 from gigagrad.plans.plan import FIELDS as FIELDS
-from gigagrad.plans.plan import Amount, SegmentPlan, total
+from gigagrad.plans.plan import Amount, Plan, SegmentPlan, total
 from gigagrad.plans.problem import Problem
+from gigagrad.plans.saving import Savable
 from gigagrad.plans.segments import Segment, moved_fields
 from gigagrad.stores import Tier
 
@@ -65,6 +68,14 @@ ACTIVATIONS: Final = "activations and gradients of the whole image"
 ACTIVATION_FRAGMENTATION: Final = "freed blocks of activations"
 IMAGES: Final = "images and labels"
 FRAGMENTATION: Final = "freed blocks of tiles"
+RESULTS: Final = "results of the recorded step"
+RECORDED_FRAGMENTATION: Final = "freed blocks of the recorded step"
+
+
+def problem_of(plan: Plan, problem: Problem) -> Problem:
+    """Return the problem that a plan solves: this one, or its step where it is not recorded."""
+    recorded = any(amount.name == IMAGES for amount in plan.fixed if amount.size_bytes)
+    return problem if problem.unrecorded is None or recorded else problem.unrecorded
 
 
 def fixed_amounts(problem: Problem, message_bytes: int = 0) -> tuple[Amount, ...]:
@@ -73,13 +84,19 @@ def fixed_amounts(problem: Problem, message_bytes: int = 0) -> tuple[Amount, ...
     gradients, whole = _gradient_bytes(graph, backward=backward), whole_field_bytes(graph, backward=backward)
     beside = int(FRAGMENTATION_BESIDE_WHOLE * (gradients + whole)) if whole else 0
     messages = () if problem.ranks == 1 else (Amount(MESSAGES, message_bytes),)
-    return (
+    amounts = (
         *problem.held,
+        Amount(IMAGES, problem.image_bytes),
         Amount(GRADIENTS, gradients),
+        Amount(RESULTS, gradients if problem.image_bytes else 0),
         Amount(WHOLE, whole),
         Amount(WHOLE_FRAGMENTATION, beside),
         *messages,
     )
+    if not problem.image_bytes or problem.budget_bytes is None:
+        return amounts
+    room = max(0, problem.budget_bytes - total(amounts))
+    return (*amounts, Amount(RECORDED_FRAGMENTATION, int(FREED_OF_RECORDED * room)))
 
 
 def weights(problem: Problem, segments: Iterable[Segment], peak_bytes: int) -> Amount:
@@ -93,6 +110,8 @@ def weights(problem: Problem, segments: Iterable[Segment], peak_bytes: int) -> A
 def allocator_cache(problem: Problem, peak_bytes: int, tiles_bytes: int) -> Amount:
     """Count what the allocator may hold between tiles, where the budget has room beside a peak without it."""
     useful = useful_allocator_cache_bytes(tiles_bytes)
+    if problem.image_bytes and problem.budget_bytes is None:
+        useful = max(useful, int(FREED_OF_RECORDED * peak_bytes))
     room = useful if problem.budget_bytes is None else problem.budget_bytes - peak_bytes
     return Amount(ALLOCATOR_CACHE, max(0, min(useful, room)))
 
@@ -196,6 +215,21 @@ class SegmentTiles:
         reading, seconds = self.problem.reading, self._reading_seconds(cost)
         return max(reading.readers(seconds, self._processing_and_tiers(cost, phase)[0]) for phase in self.phases)
 
+    def savable(self, cost: TileCost) -> Savable | None:
+        """Return what tiles may save from the forward to the backward pass; None where only one of them is made."""
+        if tuple(self.phases) != ("forward", "backward") or not self.problem.saves or self.problem.rounding:
+            return None
+        of_one = self._tiles_of_most(cost)
+        nbytes = int((1 + SAVED_FRAGMENTATION) * cost.saved_bytes)
+        again = replace(
+            cost,
+            backward_seconds=cost.backward_seconds - cost.again_seconds,
+            backward_calls=cost.backward_calls - cost.forward_calls,
+        )
+        seconds = self._pass_seconds(cost, "backward") - self._pass_seconds(again, "backward")
+        copies = sum(self.problem.graph[i].nbytes for i in self.segment.globals)
+        return Savable(cost.tile_count, of_one, nbytes, copies, seconds / cost.tile_count)
+
     def seconds(self, cost: TileCost) -> float:
         return sum(self._pass_seconds(cost, phase) for phase in self.phases)
 
@@ -219,7 +253,7 @@ class SegmentTiles:
         count = self._tiles_of_most(cost)
         share = count / cost.tile_count
         processing = problem.machine.wall_seconds(share * computing, share * calls, self.workers, count)
-        processing += seconds_beside_tiles(problem.machine)
+        processing += seconds_beside_tiles(problem.machine, count)
         new = max(0, self.workers * cost.tile_peak_bytes - HEAP_TOP_BYTES)
         processing += problem.machine.page_seconds(new + count * self._given_back_bytes(cost))
         links = [0.0]

@@ -5,17 +5,21 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping
 from heapq import heapify, heappop, heappush
+from math import inf
 
+from gigagrad.allowances import ROOM_BYTES
 from gigagrad.errors import BudgetError
-from gigagrad.graphs import GATHER
+from gigagrad.graphs import GATHER, Node
 from gigagrad.plans import estimate
-from gigagrad.plans.cost import Costs, TileCost, tile_shapes
+from gigagrad.plans.cost import Costs, TileCost
 from gigagrad.plans.estimate import SegmentTiles, TileChoice
+from gigagrad.plans.geometry import reference
 from gigagrad.plans.liveness import held_by_pass, kept_bytes
 from gigagrad.plans.memory import whole_compiled_convolutions
-from gigagrad.plans.plan import EXACT, Amount, KeptField, Plan, RankPlan, WholeField, amount_of, total
+from gigagrad.plans.plan import EXACT, Amount, KeptField, Plan, RankPlan, SegmentPlan, WholeField, amount_of, total
 from gigagrad.plans.problem import Problem
 from gigagrad.plans.program import Tiles
+from gigagrad.plans.saving import Savable, with_saved, worth_saving
 from gigagrad.plans.segments import Segment, make_passes, split_segments
 from gigagrad.stores import Tier
 
@@ -34,15 +38,21 @@ Kept = Mapping[int, str]
 
 
 class Fitter:
-    """Fits tiles for one problem. `tiles` forces their shapes: one for each segment, the last serves the rest. `ranks`:
-    what one of several ranks holds and sends at most. Plans have no buffers among their steps yet, so that their
-    segments count what is kept.
+    """Fits tiles for one problem. `tiles` forces their shapes: one for each segment, the last serves the rest; `saved`
+    how many of each segment are saved. `ranks`: what one of several ranks holds and sends at most. Plans have no
+    buffers among their steps yet, so that their segments count what is kept.
     """
 
     def __init__(
-        self, problem: Problem, costs: Costs, tiles: tuple[tuple[int, int], ...] | None, ranks: RankPlan | None = None
+        self,
+        problem: Problem,
+        costs: Costs,
+        tiles: tuple[tuple[int, int], ...] | None,
+        ranks: RankPlan | None = None,
+        saved: tuple[int, ...] | None = None,
     ) -> None:
         self._problem, self._costs, self._tiles, self._ranks = problem, costs, tiles, ranks
+        self._saved = saved
         self._held_share = 1.0 if ranks is None else ranks.held_share
         self._fixed = estimate.fixed_amounts(problem, 0 if ranks is None else ranks.message_bytes)
         budget = problem.budget_bytes
@@ -79,8 +89,9 @@ class Fitter:
             self._orders[kept] = segments, passes
         return self._orders[kept]
 
-    def fit(self, kept: Kept, *, closely: bool = False, roughly: bool = False) -> Plan:
-        """Return the fastest plan that keeps these fields in these tiers, of promising tiles; `closely`: of all;
+    def fit(self, kept: Kept, *, closely: bool = False, roughly: bool = False, workers: int | None = None) -> Plan:
+        """Return the fastest plan that keeps these fields in these tiers, of promising tiles, so many side by side
+        where `workers` says; `closely`: of all;
         `roughly`: as far as tiles in the middle tell, so that it may not fit after all.
 
         Raises `BudgetError` if there is none; only a close look finds the least budget that works. Where another tier
@@ -91,22 +102,25 @@ class Fitter:
             if (tier_bytes := self._most_held(kept, tier)) > self._room(tier):
                 needed_bytes = self.unbounded().fit(self.in_memory(kept)).predicted_peak_bytes
                 raise problem.tier_refusal(tier, tier_bytes, needed_bytes)
-        plans = []
+        plans: list[Plan] = []
         refusal: BudgetError | None = None
-        asked = problem.workers
+        asked = workers or problem.workers
         for workers in dict.fromkeys((problem.machine.threads, 1) if asked is None else (asked,)):
+            fastest = min((plan.modelled_seconds for plan in plans), default=inf)
             try:
-                plans.append(self._fit(kept, workers, closely=closely, roughly=roughly))
+                plan = self._fit(kept, workers, closely=closely, roughly=roughly, fastest=fastest)
             except BudgetError as error:
                 refusal = error  # of the last, which is the leanest
+            else:
+                plans += [plan] if plan is not None else []
         if not plans:
             assert refusal is not None
             raise refusal
         return min(plans, key=lambda plan: plan.modelled_seconds)
 
-    def _fit(self, kept: Kept, workers: int, *, closely: bool, roughly: bool) -> Plan:
+    def _fit(self, kept: Kept, workers: int, *, closely: bool, roughly: bool, fastest: float) -> Plan | None:
         """Find for each segment the fastest tile that fits beside the others' needs. Raises `BudgetError` if one has
-        none.
+        none. None where a rough look tells that it is slower than another plan, of so many seconds.
         """
         problem, (segments, passes) = self._problem, self._order(frozenset(kept))
         held = held_by_pass(problem, segments, passes, kept, problem.memory, self._held_share)
@@ -121,7 +135,11 @@ class Fitter:
             )
             self._look_through(shapes, closely=closely or self._tiles is not None)
             all_shapes.append(shapes)
-        chosen, compiled = self._choose(all_shapes) if roughly else self._settle(all_shapes)
+        chosen, compiled = self._choose(all_shapes)
+        if sum(shapes.seconds(cost) for shapes, cost in zip(all_shapes, chosen, strict=True)) > fastest:
+            return None
+        if not roughly:
+            chosen, compiled = self._settle(all_shapes, chosen, compiled)
         fixed = (*self._fixed, Amount(estimate.COMPILED, compiled))
         readers = self._set_readers(all_shapes, chosen, total(fixed))
         described = tuple(shapes.describe(cost) for shapes, cost in zip(all_shapes, chosen, strict=True))
@@ -131,6 +149,7 @@ class Fitter:
             copies = estimate.weights(problem, segments, peak + estimate.useful_allocator_cache_bytes(tiles))
             fixed, peak = (*fixed, copies), peak + copies.size_bytes
             fixed = (*fixed, estimate.allocator_cache(problem, peak, tiles))
+            described = self._saving(described, [s.savable(c) for s, c in zip(all_shapes, chosen, strict=True)], fixed)
         whole = [node for node in problem.graph.nodes if node.whole and node.op not in (GATHER, "gigagrad.item")]
         return Plan(
             image_shape=problem.image_shape,
@@ -141,12 +160,28 @@ class Fitter:
             segments=described,
             steps=passes,
             kept=tuple(_kept_field(problem, i, problem.tier(kept[i])) for i in sorted(kept)),
-            whole_field=tuple(WholeField(node.op, node.origin.module_path, node.nbytes) for node in whole),
+            whole_field=tuple(WholeField(node.operator, node.origin.module_path, node.nbytes) for node in whole),
             budget_bytes=problem.budget_bytes,
             fixed=fixed,
-            whole_seconds=self._costs.whole_seconds(backward=problem.backward, on_host=problem.device == "cpu"),
+            whole_seconds=self._costs.whole_seconds(backward=problem.backward, on_host=problem.device == "cpu")
+            + problem.image_bytes / problem.machine.copy_bytes_per_second,
             readers=readers,
         )
+
+    def _saving(
+        self, segments: tuple[SegmentPlan, ...], savable: list[Savable | None], fixed: tuple[Amount, ...]
+    ) -> tuple[SegmentPlan, ...]:
+        """Have segments save the tiles that there is room for, of those that were named or are worth it. The latter
+        leave some, as a process grows from step to step; without a budget, half of what is free.
+        """
+        problem = self._problem
+        room = problem.room_bytes
+        if room is None:
+            return segments
+        room -= total(fixed) + (0 if problem.budget_bytes is not None else (problem.free_bytes or 0) // 2)
+        if self._saved is not None and len(self._saved) == len(segments):
+            return with_saved(segments, savable, self._saved, room)
+        return with_saved(segments, savable, worth_saving(segments, savable), room - ROOM_BYTES)
 
     def _set_readers(self, all_shapes: list[SegmentTiles], chosen: list[TileCost], fixed_bytes: int) -> int:
         """Have the tiles that were chosen read by as many threads as they can feed and the budget has room for."""
@@ -160,20 +195,26 @@ class Fitter:
                 break
         return readers
 
-    def _settle(self, all_shapes: list[SegmentTiles]) -> tuple[list[TileCost], int]:
-        """Choose tiles until all that are chosen have been costed exactly: no more are than look worth it.
+    def _settle(
+        self, all_shapes: list[SegmentTiles], chosen: list[TileCost], compiled: int
+    ) -> tuple[list[TileCost], int]:
+        """Choose tiles until all that are chosen have been costed exactly, from these on: no more are than look worth
+        it.
 
         Raises `BudgetError` if there is none.
         """
+        problem = self._problem
         for _ in range(_ROUNDS):
-            chosen, compiled = self._choose(all_shapes)
             rough = [(t, cost) for t, cost in zip(all_shapes, chosen, strict=True) if cost.tile not in t.exact]
             if not rough:
                 return chosen, compiled
             for shapes, cost in rough:
                 shapes.learn(self._costs.of(shapes.segment, cost.tile, backward=shapes.backward))
                 for shape in shapes.neighbours(cost.tile):
-                    shapes.costs.append(self._costs.of(shapes.segment, shape, backward=shapes.backward, roughly=True))
+                    near = self._costs.of(shapes.segment, shape, backward=shapes.backward, roughly=True)
+                    if near.largest_crop_numel <= problem.most_numel:
+                        shapes.costs.append(near)
+            chosen, compiled = self._choose(all_shapes)
         for shapes in all_shapes:
             shapes.forget_rough()
         return self._choose(all_shapes)
@@ -186,7 +227,7 @@ class Fitter:
         shapes = (
             [forced[min(segment.index, len(forced) - 1)]]
             if forced
-            else tile_shapes(self._problem.graph, segment, self._problem.ranks)
+            else self._costs.shapes(segment, self._problem.ranks)
         )
         tiles.shapes = shapes
         fit: list[bool] = []
@@ -194,6 +235,8 @@ class Fitter:
         most_in_a_row = -(-_TOO_LARGE_IN_A_ROW // step)
         for shape in shapes[::step]:
             cost = self._costs.of(segment, shape, backward=tiles.backward, roughly=not closely)
+            if tiles.costs and cost.largest_crop_numel > self._problem.most_numel:
+                break
             tiles.costs.append(cost)
             if closely:
                 tiles.exact.add(shape)
@@ -250,18 +293,27 @@ class Fitter:
         leanest = leanest_of[hungriest]
         tiles = leanest.tile_peak_bytes
         beside = total(self._fixed) + hungriest.total(leanest) - tiles
+        graph, image = self._problem.graph, self._problem.graph.source("image")
+        of_tile = _unit(graph[reference(graph, hungriest.segment)])
+        of_crop = "px" if image is None else _unit(image)
         return (
             f"segment {hungriest.segment.index} does not fit: its leanest tile, {leanest.tile[0]} x "
-            f"{leanest.tile[1]} px with a crop of {leanest.crop[0]} x {leanest.crop[1]} px, works on {tiles:,} bytes "
-            f"beside {beside:,} bytes for the process, the parameters, the readers and the fields that are kept"
+            f"{leanest.tile[1]} {of_tile} with a crop of {leanest.crop[0]} x {leanest.crop[1]} {of_crop}, works on "
+            f"{tiles:,} bytes beside {beside:,} bytes for the process, the parameters, the readers and the fields that "
+            "are kept"
         )
+
+
+def _unit(node: Node) -> str:
+    """Return what the positions of a field are."""
+    return "px" if node.patches is None else "patches"
 
 
 def _kept_field(problem: Problem, node_id: int, tier: Tier) -> KeptField:
     node = problem.graph[node_id]
     storage = str(problem.rounding) if problem.rounds(node_id, tier) else EXACT
     nbytes = kept_bytes(problem, node_id, tier)
-    return KeptField(node_id, tier.name, node.op, node.origin.module_path, node.shape, nbytes, storage)
+    return KeptField(node_id, tier.name, node.operator, node.origin.module_path, node.shape, nbytes, storage)
 
 
 def _leanest(all_shapes: list[SegmentTiles], compiled_bytes: Callable[[Iterable[int]], int]) -> tuple[int, int]:

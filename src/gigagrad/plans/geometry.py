@@ -82,7 +82,7 @@ def remembered_steps(graph: Graph) -> tuple[dict[int, Step], ...]:
 
     def step(node: Node, axis: int) -> Step:
         call = Call(node, graph.operands(node))
-        form = tuple((one.shape, one.axes, one.dtype) for one in (node, *call.operands))
+        form = tuple((one.shape, one.axes, one.patches, one.dtype) for one in (node, *call.operands))
         kind = (node.op, axis, form, repr([fill(value, repeat(None)) for value in node.arguments.values()]))
         if kind not in answers:
             answers[kind] = lru_cache(maxsize=_MOST_ANSWERS)(partial(_needs, call, axis))

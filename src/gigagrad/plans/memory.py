@@ -14,25 +14,32 @@ from weakref import WeakKeyDictionary
 
 import torch
 
+from gigagrad.boxes import Span
 from gigagrad.graphs import GATHER, MOMENTS, SCATTER, Call, Graph, Layout, Node, lookup
 from gigagrad.graphs.op_rules import Saved, registered
 from gigagrad.plans.geometry import AxisGeometry, Grid, TileGeometry
 from gigagrad.plans.segments import Segment, summed_globals
 
-_SAVED: WeakKeyDictionary[Graph, dict[int, set[int]]] = WeakKeyDictionary()
-"""Crops that autograd keeps for each operator, by graph: asked for with every tile shape."""
+_Lives = tuple[dict[int, int], dict[int, list[int]], frozenset[int], list[int]]
+"""Number of readers of each crop, what autograd releases behind the backward of each operator, all of the latter, and
+the operators that take a workspace."""
+_LIVES: WeakKeyDictionary[Graph, dict[tuple[int, ...], _Lives]] = WeakKeyDictionary()
+"""Lives of crops by graph and the operators that run: asked for with every tile shape."""
+
+
+_NOTHING = Span(0, 0)
 
 
 def crop_sizes(graph: Graph, segment: Segment, tile: TileGeometry) -> dict[int, int]:
     """Return the bytes of a tile's crops of all fields that a segment reads or computes."""
-    ys, xs = tile.y.spans, tile.x.spans
-    return {
-        i: ys[i].length * xs[i].length * graph.nodes[i].bytes_per_pixel if i in ys and i in xs else 0
-        for i in (*segment.reads, *segment.fields)
-    }
+    ys, xs, sizes = tile.y.spans, tile.x.spans, {}
+    for i in (*segment.reads, *segment.fields):
+        (y0, y1), (x0, x1) = ys.get(i, _NOTHING), xs.get(i, _NOTHING)
+        sizes[i] = (y1 - y0) * (x1 - x0) * graph.nodes[i].bytes_per_pixel  # no span that is there is empty
+    return sizes
 
 
-def tile_peak_bytes(
+def tile_bytes(
     graph: Graph,
     segment: Segment,
     tile: TileGeometry,
@@ -40,16 +47,17 @@ def tile_peak_bytes(
     backward: bool,
     rounds: bool = False,
     size: dict[int, int] | None = None,
-) -> int:
-    """Predict the peak bytes of all crops, saved tensors, cotangents and workspaces of one tile; `rounds`: kept fields
-    are rounded on the way to their stores. `size`: its `crop_sizes`, where they are known.
+) -> tuple[int, int]:
+    """Predict the peak bytes of all crops, saved tensors, cotangents and workspaces of one tile, and those of what is
+    there between its forward and its backward; `rounds`: kept fields are rounded on the way to their stores. `size`:
+    its `crop_sizes`, where they are known.
     """
     size = crop_sizes(graph, segment, tile) if size is None else size
-    run = [i for i in segment.fields if size[i]]
-    pending = _reader_counts(graph, run)
-    released = _released(graph, run) if backward else {}
-    saved = {i for crops in released.values() for i in crops}
-    workspace = {i: workspace_bytes(graph, tile, i) for i in run}
+    nodes, reads = graph.nodes, graph.reads
+    run = tuple(i for i in segment.fields if size[i])
+    counts, released, saved, working = _lives(graph, run)
+    stays, pending = {*segment.reads, *(saved if backward else ())}, dict(counts)
+    workspace = dict.fromkeys(run, 0) | {i: workspace_bytes(graph, tile, i) for i in working}
     if rounds:  # beside the values, packed ones and what comes back of them
         workspace |= {i: max(workspace[i], 2 * size[i]) for i in run if i in segment.kept}
 
@@ -58,23 +66,25 @@ def tile_peak_bytes(
     for node_id in run:
         live += size[node_id]
         peak = max(peak, live + workspace[node_id])
-        for operand in graph.reads[node_id]:
+        for operand in reads[node_id]:
             pending[operand] -= 1
-            if not pending[operand] and operand not in saved and operand not in segment.reads:
+            if not pending[operand] and operand not in stays:
                 live -= size[operand]
     if not backward:
-        return peak
+        return peak, 0
+    # Images that no operator saves are gone by then.
+    between = live - sum(size[i] for i in segment.reads if i not in saved and not nodes[i].differentiable)
 
-    cotangents: dict[int, int] = {i: size[i] for i in run if i not in pending and graph[i].differentiable}
+    cotangents: dict[int, int] = {i: size[i] for i in run if i not in pending and nodes[i].differentiable}
     waiting = sum(cotangents.values())
     # A moment's gradient is made of a few passes over its field, before anything else is pulled back.
     moments = [graph[r].operands[0] for r in segment.reductions if graph[r].op == MOMENTS and graph[r].differentiable]
     passes = [3 * size.get(i, 0) * max(1, 4 // graph[i].dtype.itemsize) for i in moments]
     peak = max(peak, live + waiting + max(passes, default=0))
     for node_id in reversed(run):
-        if not graph[node_id].differentiable:
+        if not nodes[node_id].differentiable:
             continue
-        flows = [i for i in graph.reads[node_id] if graph[i].differentiable]
+        flows = [i for i in reads[node_id] if nodes[i].differentiable]
         # Where another reader has given its share already, the new contribution exists beside it for a moment.
         fresh = sum(size.get(i, 0) for i in flows if i in cotangents)
         first = {i: size.get(i, 0) for i in flows if i not in cotangents}
@@ -83,7 +93,7 @@ def tile_peak_bytes(
         peak = max(peak, live + waiting + fresh + workspace[node_id])
         waiting -= cotangents.pop(node_id, 0)
         live -= sum(size[i] for i in released.get(node_id, ()) if i not in segment.reads)
-    return peak
+    return peak, between
 
 
 def whole_field_bytes(graph: Graph, *, backward: bool) -> int:
@@ -244,7 +254,7 @@ def gradient_sum_bytes(graph: Graph, segment: Segment, sum_dtype: torch.dtype) -
     return sum(sum_dtype.itemsize * prod(graph[i].shape) for i in summed_globals(graph, segment))
 
 
-def _reader_counts(graph: Graph, run: list[int]) -> dict[int, int]:
+def _reader_counts(graph: Graph, run: tuple[int, ...]) -> dict[int, int]:
     counts: dict[int, int] = {}
     for node_id in run:
         for operand in graph.reads[node_id]:
@@ -252,15 +262,23 @@ def _reader_counts(graph: Graph, run: list[int]) -> dict[int, int]:
     return counts
 
 
+def _lives(graph: Graph, run: tuple[int, ...]) -> _Lives:
+    known = _LIVES.setdefault(graph, {})
+    if run not in known:
+        released = _released(graph, run)
+        saved = frozenset(i for crops in released.values() for i in crops)
+        working = [i for i in run if lookup(graph[i].op).takes_workspace]
+        known[run] = _reader_counts(graph, run), released, saved, working
+    return known[run]
+
+
 def _savers(graph: Graph, node_id: int) -> set[int]:
     """Return the crops that autograd keeps for the backward of one operator."""
-    known, node = _SAVED.setdefault(graph, {}), graph[node_id]
-    if node_id not in known:
-        known[node_id] = lookup(node.op).saves(Call(node, graph.operands(node))) if node.differentiable else set()
-    return known[node_id]
+    node = graph[node_id]
+    return lookup(node.op).saves(Call(node, graph.operands(node))) if node.differentiable else set()
 
 
-def _released(graph: Graph, run: list[int]) -> dict[int, list[int]]:
+def _released(graph: Graph, run: tuple[int, ...]) -> dict[int, list[int]]:
     """Return, by operator, the crops that autograd keeps until its backward: of those that keep a crop it ran first."""
     first = {crop: node_id for node_id in reversed(run) for crop in _savers(graph, node_id)}
     released: dict[int, list[int]] = {}

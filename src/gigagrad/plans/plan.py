@@ -42,6 +42,8 @@ class SegmentPlan:
     forward_seconds: float = 0.0
     backward_seconds: float = 0.0
     """One pass of this segment without and with gradients, by the cost model."""
+    saved_tiles: int = 0
+    """Tiles whose activations are saved from the forward to the backward pass (`gigagrad.plans.saving`)."""
 
     @property
     def index(self) -> int:
@@ -70,6 +72,7 @@ class Amount:
 FIELDS: Final = "fields kept"
 COTANGENTS: Final = "cotangents of fields kept"
 """Amounts of what buffers hold in memory."""
+SAVED: Final = "activations saved for the backward pass"
 
 
 def total(amounts: Iterable[Amount]) -> int:
@@ -160,7 +163,7 @@ class Plan:
         """The segments, in order."""
         return tuple(segment.computes for segment in self.segments)
 
-    @property
+    @cached_property
     def whole(self) -> str | None:
         """The phases that PyTorch runs of the model and the loss by itself on the whole image, `forward` or `forward
         and backward`: then there are no segments. None: it is computed in tiles.
@@ -314,7 +317,7 @@ def placements(graph: Graph, plan: Plan) -> tuple[Placement, ...]:
     found = [
         Placement(
             node=i,
-            operator=graph[i].op,
+            operator=graph[i].operator,
             module=graph[i].origin.module_path,
             shape=graph[i].shape,
             size_bytes=kept[i].size_bytes if i in kept else graph[i].nbytes,

@@ -70,6 +70,10 @@ class Problem:
     device: str = "cpu"
     sum_dtype: torch.dtype = torch.float64
     """The type of sums over tiles."""
+    image_bytes: int = 0
+    """Bytes of the images and labels, where the device holds all of them during a step, which it records."""
+    unrecorded: Problem | None = None
+    """The problem where that takes too much memory: a step computed operator by operator, with fields in all tiers."""
     ranks: int = 1
     """Number of ranks that share the work; memory is that of one of them."""
     budget_bytes: int | None = None
@@ -86,6 +90,8 @@ class Problem:
     preference."""
     rooms: Mapping[str, int] = field(default_factory=dict)
     """Bytes that fields may take in each of the other tiers."""
+    saves: bool = True
+    """False where no activations may be saved from the forward to the backward pass."""
     rounding: Rounding | None = None
     """The way in which kept fields are stored in fewer bits. Cotangents never are."""
     whole: WholeCost | None = None
@@ -96,6 +102,11 @@ class Problem:
     """Bytes beside these that the device may give now, for a plan without a budget; None where that is not known."""
     reading: Reading = field(default_factory=Reading)
     """The cost of reading the images."""
+
+    @property
+    def most_numel(self) -> float:
+        """Return the most numbers that a tensor may have: kernels of a GPU count them in 32 bits."""
+        return math.inf if self.device == "cpu" else 2**31 - 1
 
     @property
     def image_shape(self) -> tuple[int, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from math import prod
 
 from gigagrad.allowances import ALLOCATOR_FRAGMENTATION, FILLED_UNSEEN_BYTES
 from gigagrad.graphs import WholeCost
@@ -18,7 +19,8 @@ _HEAP_SHARES = (ALLOCATOR_FRAGMENTATION, 0.125, 0.0625, 0.0)
 def whole_plan(problem: Problem, memory_format: str) -> Plan | None:
     """Return the faster way to run the whole image at once that fits, None if none does."""
     cost = problem.whole
-    if cost is None:
+    numel = max((prod(node.shape) for node in problem.graph.nodes if node.is_field), default=0)
+    if cost is None or numel > problem.most_numel:
         return None
     room = problem.room_bytes
     phase = "forward and backward" if problem.backward else "forward"

@@ -1,6 +1,10 @@
 """Predict whole images without seams, export what other tools read, and score it."""
 
+from gigagrad.config.embed import EmbedConfig
 from gigagrad.config.predict import PredictConfig
+from gigagrad.prediction.embed import Embedded, embed
+from gigagrad.prediction.encoding import Encoder
+from gigagrad.prediction.features import Features, features_of, open_features
 from gigagrad.prediction.outputs import SlideResult
 from gigagrad.prediction.predict import predict
 from gigagrad.prediction.scores import Confusion, Evaluation, Score, evaluate, mean_sd, score_masks
@@ -8,13 +12,20 @@ from gigagrad.prediction.slide_scores import SlideEvaluation
 
 __all__ = [
     "Confusion",
+    "EmbedConfig",
+    "Embedded",
+    "Encoder",
     "Evaluation",
+    "Features",
     "PredictConfig",
     "Score",
     "SlideEvaluation",
     "SlideResult",
+    "embed",
     "evaluate",
+    "features_of",
     "mean_sd",
+    "open_features",
     "predict",
     "score_masks",
 ]

@@ -30,6 +30,7 @@ from gigagrad.execution.compiling import compile as compile_engine
 from gigagrad.execution.sinks import OutputField, Pieces, Sink, assemble
 from gigagrad.images import Image, open_image, thumbnail
 from gigagrad.models import load_model
+from gigagrad.models.bag_names import is_bag_name
 from gigagrad.models.networks import check_intensities
 from gigagrad.prediction.classes import image_shape
 from gigagrad.prediction.outlines import write_overlay
@@ -82,6 +83,11 @@ class _Job:
         self.events, self._config, self._out, self._overwrite = events, config, Path(config.out), config.overwrite
         self._of, self._module, self._block = of, module, 1 if module is not None else block
         spec, self._model = load_model(config.model_path, config.trust)
+        if config.resolved_patches is not None or is_bag_name(spec):
+            raise ConfigError(
+                "maps are of models that read whole slides, and this one takes patches; 'gigagrad predict --outputs "
+                "attention' shows which of them count"
+            )
         self._digest = MadeWith.of(config, spec).model_sha256
         self._model.requires_grad_(False)  # of the pixels alone
         self._table, self._look = config.resolved_table, config.resolved_input_view
@@ -208,10 +214,10 @@ _COLOURS = (
     *((228, 90, 49), (249, 142, 9), (249, 203, 53), (252, 255, 164)),
 )
 """Inferno (Smith and van der Walt, 2015) at nine places; lightness grows steadily, also for the colour-blind."""
-_FADED = 0.55
+FADED = 0.55
 """The share of white in the slide, so that colours mean the map and nothing else."""
 _INK = (20, 20, 24)
-_Picture = NDArray[np.uint8]
+Picture = NDArray[np.uint8]
 
 
 class Blocks(Sink):
@@ -264,7 +270,7 @@ def block_rows(strips: Iterable[NDArray[Any]], height: int, side: int) -> Iterat
             yield (sums if whole else sums[:-1]).astype(np.float32)
 
 
-def draw_heat(slide: Image, heat: Image, title: str) -> _Picture:
+def draw_heat(slide: Image, heat: Image, title: str) -> Picture:
     """Draw, as `(h, w, 3)` uint8, the slide in pale grey at most 2000 px long, the upper half of the map's values
     over it in colours that grow stronger with them, and a legend with `title` below. Both are read piece by piece; the
     map is averaged to 200 cells along its longer side.
@@ -275,16 +281,18 @@ def draw_heat(slide: Image, heat: Image, title: str) -> _Picture:
     share = np.clip((values - low) / ((high - low) or (values.max() - low) or 1), 0, 1)
     height, width = grey.shape[:2]
     share = np.clip(_resized(share, (width, height), smooth=True), 0, 1)
-    picture = _blended(grey + (255 - grey) * _FADED, share)
-    return np.concatenate([picture, _legend(title, width)])
+    picture = blended(grey + (255 - grey) * FADED, share)
+    return np.concatenate([picture, legend(title, width, "median", f"{_HIGH:g}th percentile")])
 
 
-def _blended(grey: NDArray[np.float64], share: NDArray[Any]) -> _Picture:
-    """Blend colours of shares `(h, w)` over a picture `(h, w, 1)`; the smaller the share, the less of them."""
-    strength = np.sqrt(share)[..., None]  # so that half the value is well seen
+def blended(grey: NDArray[np.float64], share: NDArray[Any], most: float = 1) -> Picture:
+    """Blend colours of shares `(h, w)` over a picture `(h, w, 1)`; the smaller the share, the less of them, of the
+    largest as much as `most` says.
+    """
+    strength = most * np.sqrt(share)[..., None]  # so that half the value is well seen
     stops = np.linspace(0, 1, len(_COLOURS))
     colours = np.stack([np.interp(share, stops, channel) for channel in zip(*_COLOURS, strict=True)], -1)
-    blended: _Picture = np.rint(grey * (1 - strength) + colours * strength).astype(np.uint8)
+    blended: Picture = np.rint(grey * (1 - strength) + colours * strength).astype(np.uint8)
     return blended
 
 
@@ -306,19 +314,19 @@ def _resized(values: NDArray[np.float32], size: tuple[int, int], *, smooth: bool
     return np.asarray(Pillow.fromarray(values.astype(np.float32)).resize(size, how))
 
 
-def _legend(title: str, width: int) -> _Picture:
-    """Draw a white band with the colours from 0 to the percentile, and the title in as many lines as it takes."""
+def legend(title: str, width: int, first: str, last: str, most: float = 1) -> Picture:
+    """Draw a white band with the colours between what they are called, and the title in as many lines as it takes."""
     from PIL import Image as Pillow
     from PIL import ImageDraw, ImageFont
 
     size = 10 + math.ceil(min(width, 2000) / 200)
     font, line = ImageFont.load_default(size), round(size * 2.2)
-    most = max(8, int((width - 2 * size) / (font.getlength(title) / max(1, len(title)))))
-    texts = ["median", f"{_HIGH:g}th percentile", *textwrap.wrap(title, most)]
+    letters = max(8, int((width - 2 * size) / (font.getlength(title) / max(1, len(title)))))
+    texts = [first, last, *textwrap.wrap(title, letters)]
     begin = size + math.ceil(font.getlength(texts[0])) + size // 2
     bar = max(size, min(size * 12, width - begin - 2 * size - math.ceil(font.getlength(texts[1]))))
     band = Pillow.new("RGB", (width, line * (len(texts) - 1)), "white")
-    shown = _blended(np.full((size, bar, 1), 255.0), np.linspace(0, 1, bar)[None])
+    shown = blended(np.full((size, bar, 1), 255.0), np.linspace(0, 1, bar)[None], most)
     band.paste(Pillow.fromarray(shown), (begin, (line - size) // 2))
     pen = ImageDraw.Draw(band)
     places = [(size, line / 2), (begin + bar + size // 2, line / 2)]

@@ -20,13 +20,14 @@ if TYPE_CHECKING:
     import torch
 
     from gigagrad.execution.engine import Engine
+    from gigagrad.images.bag import Bag
 
 _GREY = (128, 128, 128)
 _PALETTE = ((0, 200, 255), (213, 94, 0), (0, 158, 115), (204, 121, 167), (0, 114, 178), (230, 159, 0), (240, 228, 66))
 """After a cyan that stands out on pink and purple, colours of Okabe and Ito (2008), told apart by colour-blind eyes."""
 
 
-def image_shape(engine: Engine, slide: Image) -> tuple[int, ...] | None:
+def image_shape(engine: Engine, slide: Image | Bag) -> tuple[int, ...] | None:
     """Return `(1, C, H, W)` of the model's output for this slide by capturing it, None where that is no image."""
     graph = engine.problem(slide).graph
     output = graph[graph.output]

@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from gigagrad.cohorts import Row, check_bags, find_slides
+from gigagrad.cohorts import Row, check_cases, find_slides
+from gigagrad.cohorts.patches import joined
 from gigagrad.cohorts.slides import rows_of, run_job
 from gigagrad.config.predict import PredictConfig
 from gigagrad.errors import ConfigError, TargetError
@@ -30,6 +31,7 @@ from gigagrad.models import load_model
 from gigagrad.models.networks import check_intensities
 from gigagrad.prediction.classes import Channels, image_shape, require_mask
 from gigagrad.prediction.outputs import MadeWith, mask_of, read_records
+from gigagrad.prediction.predict import bags_for
 from gigagrad.prediction.scores import Confusion, Evaluation, counts_of, score_logits, score_masks
 from gigagrad.prediction.slide_scores import Reading, SlideEvaluation, compare_labels, output_of
 from gigagrad.shares import Share
@@ -45,6 +47,9 @@ class OfModel:
         self.table, self.threshold = config.resolved_table, config.threshold
         self._config, self._cohort, self.labelled = config, cohort, labelled
         spec, self._model = load_model(config.model_path, config.trust)
+        self._bags = bags_for(config, spec)
+        if self._bags is not None and not labelled:
+            raise ConfigError(NO_LABELS.format(cohort))
         self._engine = compile_engine(self._model, memory=config.memory, scratch=config.scratch, device=config.device)
         self._engine.events.subscribe(events.emit)
         self._made_with = MadeWith.of(config, spec)
@@ -58,8 +63,13 @@ class OfModel:
 
     def scores(self, entry: Row) -> tuple[Reading, Mapping[str, float]]:
         """Return a slide's scores and how they are read. Raises `ConfigError`, `ImageError` and `ModelError`."""
-        with self._opened(entry) as (_, seen, _):
-            output_NC = output_of(self._engine, seen)
+        if self._bags is not None:
+            with self._bags.open(entry) as bag:
+                check_intensities(self._model, bag)
+                output_NC = output_of(self._engine, bag)
+        else:
+            with self._opened(entry) as (_, seen, _):
+                output_NC = output_of(self._engine, seen)
         reading = _of_one_label(Reading.of(output_NC.shape[1], self._config.run_loss, self.table))
         return reading, reading.scores(output_NC)
 
@@ -75,7 +85,7 @@ class OfModel:
 
     def basis(self, entry: Row) -> Sequence[Any]:
         """Return what the two follow from: plain values and paths of files."""
-        files = (entry.slide, *entry.further_slides, *entry.masks)
+        files = entry.files if self._bags is None else (*entry.files, *self._bags.patches.files(entry))
         return dataclasses.asdict(self._made_with), self._config.run_loss, self.labelled, entry.mpp, files
 
     @contextmanager
@@ -150,7 +160,7 @@ class OfPredictions:
         record = self._records.get(entry.name)
         made = None if record is None else (dataclasses.asdict(record.made_with), record.scores, record.ignored)
         classes = self.table.entries if self.table is not None else ()
-        return made, classes, entry.mpp, (self._mask(entry), entry.slide, *entry.further_slides, *entry.masks)
+        return made, classes, entry.mpp, (self._mask(entry), *entry.files)
 
     def _mask(self, entry: Row) -> Path:
         return self._out / mask_of(entry.name, self._records.get(entry.name))
@@ -202,12 +212,12 @@ def evaluate_model(
     """
     config = PredictConfig.from_dict({"run": run, "slides": slides, "out": out or run, **settings})
     events = Events(listeners)
-    entries = find_slides(config.slides, config.split, config.run_fold)
+    entries, bags = find_slides(config.slides, config.split, config.run_fold), config.resolved_patches is not None
 
     def source(labelled: bool) -> OfModel:
         return OfModel(config, slides, events, labelled=labelled)
 
-    return _evaluate(source, slides, entries, out, config.share, events)
+    return _evaluate(source, slides, joined(entries) if bags else entries, out, config.share, events, bags=bags)
 
 
 def evaluate_masks(
@@ -230,11 +240,13 @@ def evaluate_masks(
     Raises `ConfigError` for the cohort or a missing prediction, `ImageError` and `TargetError`.
     """
     entries = find_slides([slides], split)
+    bags = any(record.made_with.patches for record in read_records(Path(predictions)).values())
+    entries = joined(entries) if bags else entries
 
     def source(labelled: bool) -> OfPredictions:
         return OfPredictions(Path(predictions), slides, entries, classes, labelled=labelled)
 
-    return _evaluate(source, slides, entries, out, share, Events(listeners))
+    return _evaluate(source, slides, entries, out, share, Events(listeners), bags=bags)
 
 
 def _stamp(path: Path) -> tuple[object, ...]:
@@ -316,22 +328,24 @@ def _evaluate(
     out: str | Path | None,
     share: str,
     events: Events,
+    *,
+    bags: bool,
 ) -> Evaluation | SlideEvaluation | None:
     """Evaluate all slides, once they are scored; the evaluation is written into `out`, where there is one.
-    `make_source` is told whether they are scored by their labels.
+    `make_source` is told whether they are scored by their labels. Masks of `bags` are of tissue.
 
     Raises `ConfigError` for a share without a folder, and for a slide without a label beside others.
     """
     mine, folder = Share.parse(share), None if out is None else Path(out)
     if folder is None and mine.count > 1:
         raise ConfigError("shares of a cohort meet in a folder; name it with --out")
-    without = [row for row in entries if row.label is None or row.mask is not None]
+    without = [row for row in entries if row.label is None or (row.mask is not None and not bags)]
     if without and len(without) < len(entries):
         raise ConfigError(f"{slides} has labels, but none of {without[0].name} (or a mask); give every slide a label")
     source = make_source(not without)
     kind = _Kind(source.counts, Confusion.to_dict, Confusion.from_dict, lambda found: f"Dice {found.dice:.4f}")
     if source.labelled:
-        check_bags(Path(slides), entries)
+        check_cases(Path(slides), [part for entry in entries for part in entry.members])
         kind = _Kind(
             source.scores, _plain_scores, _parsed_scores, lambda found: found[0].predicted(found[1], source.threshold)
         )

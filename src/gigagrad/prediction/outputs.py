@@ -75,13 +75,18 @@ class Output:
     """One kind of file: `folder/STEM` and `suffix`, or what the images' format says where that is None.
 
     It is written as the network's output comes, into a `sink`, or `write` makes it of the mask and raises `WriteError`,
-    and `ImageError` where the slide or a mask cannot be read.
+    and `ImageError` where the slide or a mask cannot be read. One with neither is `of_bags`: a folder for each slide or
+    case (`attention`).
     """
 
     folder: str
     suffix: str | None = None
     sink: Callable[[Path, Streaming], Sink] | None = None
     write: Callable[[Path, Predicted], None] | None = None
+
+    @property
+    def of_bags(self) -> bool:
+        return self.sink is None and self.write is None
 
 
 def _mask(path: Path, streaming: Streaming) -> Sink:
@@ -114,8 +119,7 @@ def _probabilities(path: Path, streaming: Streaming) -> Sink:
     most = 255 if nodata is None else IGNORED - 1
 
     def pixels(logits_NCHW: torch.Tensor) -> NDArray[np.uint8]:
-        scaled = streaming.channels.probabilities(logits_NCHW)[0].mul_(255).round_().clamp_(max=most)
-        return scaled.permute(1, 2, 0).to("cpu", torch.uint8).numpy()
+        return probability_bytes(streaming.channels, logits_NCHW, most).transpose(1, 2, 0)
 
     said = ", 255 is 1" if nodata is None else f" in 255ths, {most} at most, {nodata} no data"
     return Pyramid(
@@ -129,6 +133,12 @@ def _probabilities(path: Path, streaming: Streaming) -> Sink:
         tags=geotiff_tags(streaming.seen.georeference, nodata),
         channels=streaming.classes,
     )
+
+
+def probability_bytes(channels: Channels, logits_NCHW: torch.Tensor, most: int = 255) -> NDArray[np.uint8]:
+    """Convert `(1, C, h, w)` logits to probabilities `(C, h, w)` in 255ths, `most` at most."""
+    scaled = channels.probabilities(logits_NCHW)[0].mul_(255).round_().clamp_(max=most)
+    return scaled.to("cpu", torch.uint8).numpy()
 
 
 def _label_map(path: Path, predicted: Predicted) -> None:
@@ -176,6 +186,7 @@ OUTPUTS: Final[dict[str, Output]] = {
     "instances": Output(folder="instances", suffix=".csv", write=_instances),
     "tiatoolbox": Output(folder="tiatoolbox", suffix=".db", write=_tiatoolbox),
     "labelmap": Output(folder="labelmaps", write=_label_map),
+    "attention": Output(folder="attention", suffix=""),
 }
 
 
@@ -207,6 +218,8 @@ class MadeWith:
     bands: tuple[int | str, ...] = ()
     format: str = "tiff"
     """The format of the images, a key of `outputs.FORMATS`."""
+    patches: str = ""
+    """Which patches of a slide are read, "" where it is read whole."""
 
     @classmethod
     def of(cls, config: PredictConfig, model: str) -> Self:
@@ -215,8 +228,9 @@ class MadeWith:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
         level = config.resolved_level if config.target_mpp is None else None
         table, look = config.resolved_table, config.resolved_input_view
-        seen = config.target_mpp, look.grey, look.bands
-        return cls(model, digest, config.threshold, table.entries if table else (), level, *seen, config.format)
+        seen, patches = (config.target_mpp, look.grey, look.bands), config.resolved_patches
+        read = "" if patches is None else str(patches)
+        return cls(model, digest, config.threshold, table.entries if table else (), level, *seen, config.format, read)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -251,7 +265,9 @@ class SlideResult:
     scores: dict[str, float] = field(default_factory=dict)
     predicted: str = ""
     label: str = ""
-    bag: str = ""
+    patches: int = 0
+    """The number of patches of a bag, 0 of a slide that is read whole."""
+    case: str = ""
     """The name that the slides of one patient share in the cohort; "" where there is none."""
 
     @property
@@ -307,6 +323,8 @@ def _parse(entry: Mapping[str, Any]) -> SlideResult:
     made_with["classes"] = tuple(made_with["classes"])
     made_with["bands"] = tuple(made_with.get("bands", ()))
     entry = {**entry, "made_with": MadeWith(**made_with)}
+    if "bag" in entry:  # as the case was called
+        entry["case"] = entry.pop("bag")
     # Of a time when there were these three outputs only.
     earlier = {output: file for output in ("mask", "geojson", "overlay") if (file := entry.pop(output, ""))}
     result = SlideResult(**{"files": earlier, **entry})

@@ -18,19 +18,26 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, Final, Protocol
 
+import torch
+from torch import nn
+
 from gigagrad.cohorts import Row, find_slides
+from gigagrad.cohorts.patches import Bags, joined
 from gigagrad.cohorts.slides import rows_of, run_job
 from gigagrad.config.predict import PredictConfig
 from gigagrad.errors import ConfigError, GigagradError, ModelError, WriteError
 from gigagrad.events import Events, Listener, Notice
 from gigagrad.execution.compiling import compile as compile_engine
+from gigagrad.execution.engine import Engine
 from gigagrad.execution.sinks import Several
 from gigagrad.files import size_of, write_agreed
-from gigagrad.images import Image, open_image
+from gigagrad.images import open_image
 from gigagrad.images.georeference import level_near
 from gigagrad.masks import open_mask
 from gigagrad.models import load_model
+from gigagrad.models.bag_names import is_bag_name
 from gigagrad.models.networks import check_intensities
+from gigagrad.prediction.attention import WithAttention, attends, write_attention
 from gigagrad.prediction.classes import Channels, image_shape
 from gigagrad.prediction.outputs import (
     FILE_NAME,
@@ -46,7 +53,7 @@ from gigagrad.prediction.outputs import (
 )
 from gigagrad.prediction.polygons import trace, with_probabilities
 from gigagrad.prediction.scores import counts_of, score_masks
-from gigagrad.prediction.slide_scores import Reading, check_table, output_of, score_tables
+from gigagrad.prediction.slide_scores import Reading, check_table, checked_output, output_of, score_tables
 from gigagrad.shares import Share
 from gigagrad.units import format_seconds
 
@@ -57,10 +64,21 @@ class Predictor:
     def __init__(self, config: PredictConfig, events: Events) -> None:
         self.config, self.out = config, Path(config.out)
         spec, self.model = load_model(config.model_path, config.trust)
-        # One for all slides: those of one size are captured and planned once.
-        self.engine = compile_engine(self.model, memory=config.memory, scratch=config.scratch, device=config.device)
-        self.engine.events.subscribe(events.emit)
         self.table, self.loss, self.look = config.resolved_table, config.run_loss, config.resolved_input_view
+        self.bags = bags_for(config, spec)
+        # One for all slides: those of one size are captured and planned once.
+        self.engine = self._compiled(self.model, events)
+        if "attention" in config.outputs and self.bags is None:
+            raise ConfigError(
+                "attention is of patches, and the model reads whole slides; leave it out of --outputs ('gigagrad "
+                "attribute' maps whole slides)"
+            )
+        self._attending = self._compiled(WithAttention(self.model).eval(), events) if attends(self.model) else None
+        if "attention" in config.outputs and self._attending is None:
+            raise ConfigError(
+                "the model says nothing of attention; leave it out of --outputs, or give the model's head a method "
+                "attention(x) that returns (N,), as those of mil: have"
+            )
         self.ids = [ids[0] for ids in self.table.regions] if self.table is not None else []
         if "labelmap" in config.outputs and not self.ids:
             raise ConfigError(
@@ -70,14 +88,20 @@ class Predictor:
         self.made_with = MadeWith.of(config, spec)
         self._tables_checked = False
 
+    def _compiled(self, model: nn.Module, events: Events) -> Engine:
+        config = self.config
+        engine = compile_engine(model, memory=config.memory, scratch=config.scratch, device=config.device)
+        engine.events.subscribe(events.emit)
+        return engine
+
     def check(self, entry: Row, known: SlideResult | None) -> None:
         """Raise `ConfigError` or `WriteError` where what is there of this slide's name belongs to somebody else or to
         other settings; `known` is its record.
         """
         if known is not None and known.status == "done" and known.made_with != self.made_with:
             raise ConfigError(
-                f"{self.out} holds a prediction of {entry.name} by another model, threshold, level, colours, "
-                "format or class names; choose another --out or pass --overwrite"
+                f"{self.out} holds a prediction of {entry.name} by another model, threshold, level, patches, "
+                "colours, format or class names; choose another --out or pass --overwrite"
             )
         if known is not None and known.slide != str(entry.slide.absolute()):
             raise ConfigError(
@@ -93,12 +117,14 @@ class Predictor:
     def _files(self, entry: Row, known: SlideResult | None) -> dict[str, str]:
         """Return the files that a slide is to have: the mask, what was asked for, and what was made when that was."""
         asked = {"mask", *self.config.outputs, *(known.files if known is not None else ())}
-        return {output: file for output, file in file_names(entry.name, self.config.format).items() if output in asked}
+        names = file_names(entry.name, self.config.format)
+        of_bags = self.bags is not None
+        return {output: names[output] for output in names if output in asked and OUTPUTS[output].of_bags == of_bags}
 
     def _missing(self, entry: Row, known: SlideResult | None) -> dict[str, str]:
         """Return the files to be made: all of them where the network has to run, or where the slide has changed."""
         files = self._files(entry, known)
-        if self.config.overwrite or known is None or known.slide_bytes != size_of(entry.slide):
+        if self.config.overwrite or known is None or known.slide_bytes != _size_of(entry):
             return files
         there = known.files if known.status == "done" else {}
         missing = {
@@ -110,10 +136,12 @@ class Predictor:
         """Return what an earlier run made of the slide, None where files are missing or the slide has changed."""
         if self.config.overwrite or known is None or known.status != "done":
             return None
-        if known.slide_bytes != size_of(entry.slide):
+        if known.slide_bytes != _size_of(entry):
+            return None
+        if (self.bags is not None or not known.scores) and self._missing(entry, known):
             return None
         if not known.scores:
-            return None if self._missing(entry, known) else known
+            return known
         if entry.label is not None and known.label != entry.label:
             known = dataclasses.replace(known, label=entry.label)
             write_record(self.out, known)
@@ -126,7 +154,7 @@ class Predictor:
         result = SlideResult(
             name=entry.name,
             slide=str(entry.slide.absolute()),
-            slide_bytes=size_of(entry.slide),
+            slide_bytes=_size_of(entry),
             made_with=self.made_with,
             status="running",
             files=files,
@@ -143,6 +171,8 @@ class Predictor:
         return result
 
     def _predict(self, entry: Row, result: SlideResult, missing: Mapping[str, str]) -> SlideResult:
+        if self.bags is not None:
+            return self._score_bag(self.bags, entry, result)
         with ExitStack() as opened:
             level = self.config.resolved_level
             if self.config.target_mpp is not None:  # which raises `ImageError` where the slide's is unknown
@@ -154,7 +184,7 @@ class Predictor:
             check_intensities(self.model, seen)
             shape = image_shape(self.engine, seen)
             if shape is None:
-                return self._score(entry, seen, result)
+                return self._scored(entry, output_of(self.engine, seen), result)
             if shape[-2:] != slide.shape[1:]:
                 raise ModelError(
                     f"the model's output is {shape[-2]} x {shape[-1]} px, the slide {slide.height} x {slide.width} px; "
@@ -197,13 +227,26 @@ class Predictor:
                 iou=None if scored is None else scored.iou,
             )
 
-    def _score(self, entry: Row, seen: Image, result: SlideResult) -> SlideResult:
-        """Score the whole slide."""
+    def _score_bag(self, bags: Bags, entry: Row, result: SlideResult) -> SlideResult:
+        """Score all patches of a slide or a case, and write their attention."""
+        with bags.open(entry) as bag:
+            check_intensities(self.model, bag)
+            if self._attending is None or "attention" not in result.files:
+                found = self._scored(entry, output_of(self.engine, bag), result)
+            else:
+                output, attention = self._attending.forward(bag)
+                found = self._scored(entry, checked_output(output, bag), result)
+                columns = found.scores.items()
+                said = ", ".join(f"{name.replace('_', ' ')} {value:.4g}" for name, value in columns)
+                write_attention(self.out / result.files["attention"], entry, bag, attention, f"attention ({said})")
+            return dataclasses.replace(found, files=result.files, patches=len(bag), mpp=bag.mpp)
+
+    def _scored(self, entry: Row, output_NC: torch.Tensor, result: SlideResult) -> SlideResult:
+        """Read the output as scores of the whole slide."""
         if not self._tables_checked:  # from then on, a table that comes is of another share
             own = self.config.overwrite or any(each.scores for each in read_records(self.out).values())
             check_table(self.out, self.config.slides, own=own)
             self._tables_checked = True
-        output_NC = output_of(self.engine, seen)
         reading = Reading.of(output_NC.shape[1], self.loss, self.table)
         scores = reading.scores(output_NC)
         return dataclasses.replace(
@@ -213,7 +256,7 @@ class Predictor:
             scores=scores,
             predicted=reading.predicted(scores, self.config.threshold),
             label=entry.label or "",
-            bag=entry.bag or "",
+            case=entry.case or "",
         )
 
 
@@ -254,6 +297,7 @@ def predict(
         config = config.relative_to(Path.cwd())
     share, out, events = Share.parse(config.share), Path(config.out), Events(tuple(listeners))
     cohort = find_slides(config.slides, config.split, config.run_fold)
+    cohort = cohort if config.resolved_patches is None else joined(cohort)
     slides = rows_of(share, cohort)
     predictor = Predictor(config, events)
     records = read_records(out, [entry.name for entry in slides])
@@ -309,9 +353,26 @@ def _predictor_there(config: PredictConfig, made_with: MadeWith) -> Predictor:
     return Predictor(config, Events())
 
 
+def bags_for(config: PredictConfig, model: str) -> Bags | None:
+    """Return what opens bags of slides for a model, None where it reads them whole. Raises `ConfigError`."""
+    patches = config.resolved_patches
+    if patches is None:
+        if is_bag_name(model):
+            raise ConfigError(f"{model} takes patches, and {config.run} does not say which; give --patch-size, as 224")
+        return None
+    if config.level or config.target_mpp is not None:
+        raise ConfigError("patches are read at --patch-mpp; leave out --level and --target-mpp")
+    return Bags(patches, config.resolved_input_view, config.mpp)
+
+
+def _size_of(entry: Row) -> int:
+    return sum(size_of(part.slide) for part in entry.members)
+
+
 def _in_words(result: SlideResult) -> str:
     if result.failed:
         return "failed"
+    patches = f", {result.patches} patches" if result.patches else ""
     said = f", {result.predicted}" if result.predicted else ""
     dice = "" if result.dice is None else f", Dice {result.dice:.4f}"
-    return f"{format_seconds(result.seconds)}{said}{dice}"
+    return f"{format_seconds(result.seconds)}{patches}{said}{dice}"

@@ -6,7 +6,7 @@ records of a prediction and in the table `slides.csv`.
 Against labels each measure has a 95 % interval, percentiles of a bootstrap (Efron, 1979): slides are drawn again with
 replacement, from a fixed seed, and draws in which a measure has no value do not count. The area under the ROC curve is
 that of each class against the rest; the Brier score (1950) is the mean squared distance of the probabilities from the
-truth, of two classes that of the second alone; the calibration error (Guo et al., 2017) is expected over 15 bins. Bags
+truth, of two classes that of the second alone; the calibration error (Guo et al., 2017) is expected over 15 bins. Cases
 are drawn as a whole.
 """
 
@@ -24,17 +24,18 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from gigagrad.cohorts import Row, bags_of, survival_of
+from gigagrad.cohorts import Row, cases_of, survival_of
 from gigagrad.errors import ConfigError, ModelError, TargetError, extra
 from gigagrad.execution.engine import Engine
 from gigagrad.files import csv_text
 from gigagrad.images import Image
+from gigagrad.images.bag import Bag
 from gigagrad.losses import kind_of
 from gigagrad.masks import ClassTable
 from gigagrad.prediction.outputs import SlideResult
 
 TABLE_NAME: Final = "slides.csv"
-BAGS_NAME: Final = "bags.csv"
+CASES_NAME: Final = "cases.csv"
 RISK: Final = "risk"
 """The column of what `cox` gives: the logarithm of a risk; differences count."""
 _PROBABILITY: Final = "probability_"
@@ -97,7 +98,7 @@ class Reading:
         return self.columns == (RISK,)
 
     def pooled(self, scores: Sequence[Mapping[str, float]]) -> dict[str, float]:
-        """Score a bag by the scores of its slides: of the mean of the model's outputs, as in training.
+        """Score a case by the scores of its slides: of the mean of the model's outputs, as in training.
 
         Softmax and sigmoid forget nothing that counts: the mean of logarithms of probabilities, made to add up to 1, is
         the softmax of the mean output.
@@ -138,13 +139,22 @@ def _class_names(count: int, table: ClassTable | None) -> tuple[str, ...]:
     return tuple(names.get(number, f"Class {number}" if names else str(number)) for number in range(count))
 
 
-def output_of(engine: Engine, slide: Image) -> torch.Tensor:
+def output_of(engine: Engine, slide: Image | Bag) -> torch.Tensor:
     """Compute the `(1, C)` output of a model that gives no image. Raises `ModelError` for any other."""
-    output = engine.forward(slide)
-    if not isinstance(output, torch.Tensor) or output.ndim != 2 or output.shape[0] != 1:
-        got = tuple(output.shape) if isinstance(output, torch.Tensor) else f"a {type(output).__name__}"
-        raise ModelError(f"the model's output is {got}, expected (1, classes, height, width) or (1, classes)")
-    return output
+    return checked_output(engine.forward(slide), slide)
+
+
+def checked_output(output: object, slide: Image | Bag) -> torch.Tensor:
+    """Return a model's output that scores a slide, `(1, C)`. Raises `ModelError` for any other."""
+    if isinstance(output, torch.Tensor) and output.ndim == 2 and output.shape[0] == 1:
+        return output
+    got = tuple(output.shape) if isinstance(output, torch.Tensor) else f"a {type(output).__name__}"
+    if isinstance(slide, Bag):
+        raise ModelError(f"the model's output is {got} for {len(slide)} patches, {ONE_ANSWER}")
+    raise ModelError(f"the model's output is {got}, expected (1, classes, height, width) or (1, classes)")
+
+
+ONE_ANSWER: Final = "expected one answer for all of them, (1, classes), as mil:encoder=timm:NAME&head=abmil gives"
 
 
 def weighted_sum(output_NC: torch.Tensor, weights_C: torch.Tensor) -> torch.Tensor:
@@ -178,7 +188,7 @@ def label_value(row: Row, reading: Reading, table: ClassTable | None) -> float:
 
 def check_table(out: Path, sources: Iterable[str | Path], *, own: bool) -> None:
     """Raise `ConfigError` where a table would replace a cohort, or, if it is not our `own`, somebody's file."""
-    for path in (out / TABLE_NAME, out / BAGS_NAME):
+    for path in (out / TABLE_NAME, out / CASES_NAME):
         if any(Path(source).resolve() == path.resolve() for source in sources):
             raise ConfigError(f"{path} is the cohort itself and would be replaced by its scores; choose another --out")
         if path.exists() and not own:
@@ -186,31 +196,31 @@ def check_table(out: Path, sources: Iterable[str | Path], *, own: bool) -> None:
 
 
 def score_tables(results: Iterable[SlideResult], table: ClassTable | None, threshold: float) -> dict[str, str]:
-    """Write tables as texts by file name: `slides.csv`, a line for each slide with scores, and `bags.csv`, one for each
-    bag, where slides are of bags; nothing where there are no scores.
+    """Write tables as texts by file name: `slides.csv`, a line for each slide with scores, and `cases.csv`, one for
+    each case, where slides are of cases; nothing where there are no scores.
     """
     scored = [result for result in results if result.scores and result.status == "done"]
     if not scored:
         return {}
     columns = list(dict.fromkeys(column for result in scored for column in result.scores))
-    further = [name for name in ("bag", "label") if any(getattr(result, name) for result in scored)]
+    further = [name for name in ("case", "label") if any(getattr(result, name) for result in scored)]
     lines = [
         [r.name, r.slide, *(r.scores.get(c, "") for c in columns), r.predicted, *(getattr(r, name) for name in further)]
         for r in scored
     ]
     tables = {TABLE_NAME: csv_text([["name", "slide", *columns, "predicted", *further], *lines])}
-    if "bag" not in further:
+    if "case" not in further:
         return tables
     reading = Reading.of_columns(columns, table)
-    bags: dict[str, list[SlideResult]] = {}
+    cases: dict[str, list[SlideResult]] = {}
     for result in scored:
-        bags.setdefault(result.bag or result.name, []).append(result)
+        cases.setdefault(result.case or result.name, []).append(result)
     lines = []
-    for name, slides in bags.items():
+    for name, slides in cases.items():
         scores = reading.pooled([slide.scores for slide in slides])
         said = reading.predicted(scores, threshold)
         lines.append([name, len(slides), *scores.values(), said, *([slides[0].label] if "label" in further else [])])
-    return tables | {BAGS_NAME: csv_text([["bag", "slides", *columns, "predicted", *further[1:]], *lines])}
+    return tables | {CASES_NAME: csv_text([["case", "slides", *columns, "predicted", *further[1:]], *lines])}
 
 
 RESAMPLES: Final = 1000
@@ -235,7 +245,7 @@ class SlideScore:
     """One slide: its scores by column, what they mean, and its label, as a text and as a number.
 
     `outputs` are the probabilities of all classes, or one number; of survival `truth` is the time, and `event` whether
-    it ended with the event. Of a bag, those of its slides together.
+    it ended with the event. Of a case, those of its slides together.
     """
 
     name: str
@@ -276,7 +286,7 @@ def compare_labels(
     table: ClassTable | None,
     threshold: float,
 ) -> SlideEvaluation:
-    """Compare the scores of slides by name, or of bags of them, with their labels.
+    """Compare the scores of slides by name, or of cases of them, with their labels.
 
     Raises `ConfigError` for slides whose scores are not alike, and `TargetError` for labels that are not what the
     scores are of.
@@ -285,18 +295,18 @@ def compare_labels(
     for name, (other, _) in found.items():
         if other != reading:
             raise ConfigError(f"{name} has scores of {other.columns}, others of {reading.columns}; predict anew")
-    of_bags = []
-    for bag in bags_of(entries):
-        row, of_slides = bag[0], [found[each.name][1] for each in bag]
-        scores = reading.pooled(of_slides) if len(bag) > 1 else dict(of_slides[0])  # a single slide's are its own
+    of_cases = []
+    for case in cases_of(entries):
+        row, of_slides = case[0], [found[each.name][1] for each in case]
+        scores = reading.pooled(of_slides) if len(case) > 1 else dict(of_slides[0])  # a single slide's are its own
         truth, event = label_time(row) if reading.survival else (label_value(row, reading, table), True)
         said = reading.predicted(scores, threshold)
-        of_bags.append(
-            SlideScore(row.bag or row.name, scores, reading.outputs(scores), said, row.label or "", truth, event)
+        of_cases.append(
+            SlideScore(row.case or row.name, scores, reading.outputs(scores), said, row.label or "", truth, event)
         )
     if reading.survival:
-        return evaluate_survival(of_bags)
-    return evaluate_classes(of_bags, reading.names) if reading.names else evaluate_numbers(of_bags)
+        return evaluate_survival(of_cases)
+    return evaluate_classes(of_cases, reading.names) if reading.names else evaluate_numbers(of_cases)
 
 
 def evaluate_classes(slides: Sequence[SlideScore], names: Sequence[str]) -> SlideEvaluation:

@@ -106,16 +106,22 @@ def _threads(_: Path) -> _Finding:
 
 
 def _profile(_: Path) -> _Finding:
-    from gigagrad.devices.machine import ProfileError, profile_path, read_profile
+    return _rates("this machine")
 
-    path = profile_path()
+
+def _rates(name: str, card: str = "") -> tuple[Status, str, str]:
+    """Say whether there are measured rates of this machine, or of a card in it."""
+    from gigagrad.devices.machine import Gpu, Machine, ProfileError, profile_path, read_profile
+
+    path = profile_path(card)
+    remedy = (Gpu if card else Machine).calibrate_command
     if not os.path.exists(path):
-        return "ok", "this machine is not calibrated (optional)", "gigagrad calibrate"
+        return "ok", f"{name} is not calibrated (optional)", remedy
     try:
-        read_profile(path)
+        read_profile(path, card)
     except ProfileError as reason:
-        return "warning", str(reason), "gigagrad calibrate"
-    return "ok", f"this machine's rates are measured; {path}"
+        return "warning", str(reason), remedy
+    return "ok", f"rates of {name} are measured; {path}", ""
 
 
 def _memory(_: Path) -> _Finding:
@@ -196,7 +202,9 @@ def _cuda(_: Path) -> _Finding:
         return "ok", "no device; everything runs on the CPU"
     free, total = torch.cuda.mem_get_info()
     name = torch.cuda.get_device_name()
-    return "ok", f"{name}, {format_bytes(free)} free of {format_bytes(total)}, CUDA {torch.version.cuda}"
+    status, rates, remedy = _rates("the card", name)
+    found = f"{name}, {format_bytes(free)} free of {format_bytes(total)}, CUDA {torch.version.cuda}; {rates}"
+    return status, found, remedy
 
 
 def _optional(module: str, extra: str, used_for: str, _: Path) -> _Finding:

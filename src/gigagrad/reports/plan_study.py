@@ -35,7 +35,6 @@ from gigagrad.reports.tables import Shown
 from gigagrad.scaling import DATA, GROUPS, PIPELINE, TILE, Scaling, Shared
 from gigagrad.units import format_bytes, format_seconds
 
-_TYPICAL = "by typical rates; 'gigagrad calibrate' measures these"
 _SEGMENTS_SHOWN = 10
 _FIELDS_SHOWN = 6
 _RESOURCES = {"host": "host memory", "disk": "scratch"}
@@ -73,12 +72,12 @@ def make_study(
     """Work out everything there is to say about a plan that was made for this problem: other plans, with less and more
     of what holds it back, are made for it. `rates` as in `PlanStudy`, by default those of the machine.
     """
-    faults = plans.check(problem, plan)
+    own = plans.estimate.problem_of(plan, problem)
+    faults = plans.check(own, plan)
     assert not faults, "; ".join(map(str, faults))
     # Where tiles of this plan have been timed, the whole curve is scaled to them.
     scale = plan.predicted_seconds / plan.modelled_seconds if plan.modelled_seconds else 1.0
     costs = plans.Costs(problem.graph, problem.machine, rounds=problem.rounding is not None)
-    measured = "by this machine's rates" if problem.machine.calibrated else _TYPICAL
     with Events(listeners).preparing("try other budgets") as tried:
 
         def make(changed: Problem) -> Plan:
@@ -86,11 +85,11 @@ def make_study(
             return plans.make_plan(changed, costs=costs)
 
         points = plans.trade_off(lambda budget: make(dataclasses.replace(problem, budget_bytes=budget)))
-        advice = plans.advise(problem, plan, points, make)
+        advice = plans.advise(own, plan, points, make)
     return PlanStudy(
         model=model,
         plan=plan,
-        rates=rates or measured,
+        rates=rates or f"by {problem.machine.basis}",
         placements=plans.placements(problem.graph, plan),
         moments=plan.moments,
         points=tuple(dataclasses.replace(point, seconds=scale * point.seconds) for point in points),

@@ -42,7 +42,9 @@ _PLAIN = str, int, float, type(None)
 
 @dataclass(frozen=True, slots=True)
 class Predicted:
-    """One slide of a prediction folder. `overlay` is None where there is no picture."""
+    """One slide of a prediction folder. `overlay` is None where there is no picture; `attention` are those of a bag, of
+    `patches` patches: each slide's, and the patches with most and least.
+    """
 
     name: str
     status: str
@@ -54,6 +56,8 @@ class Predicted:
     """0 where nobody knows."""
     regions: int
     overlay: Path | None
+    patches: int
+    attention: tuple[Path, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,7 +177,17 @@ def _predictions(folder: Path) -> Iterator[Predicted]:
         dice = number(record, "dice") if is_number(record.get("dice")) else None
         own = _inside(folder, f"{FOLDER}/{record.get('name')}.json")
         seconds = number(record if own is None else mapping(_json(own)), "seconds")
-        yield _filled(Predicted, record, dice=dice, overlay=overlay, seconds=seconds)
+        attention = tuple(_attention(folder, str(files.get("attention") or "")))
+        yield _filled(Predicted, record, dice=dice, overlay=overlay, seconds=seconds, attention=attention)
+
+
+def _attention(folder: Path, name: str) -> Iterator[Path]:
+    """Yield the pictures in the folder of that name, if it is in `folder`."""
+    try:
+        names = sorted(path.name for path in (folder / name).glob("*.png")) if name else []
+    except (OSError, ValueError, RuntimeError):
+        return
+    yield from filter(None, (_inside(folder, f"{name}/{each}") for each in names))
 
 
 def _inside(folder: Path, name: str) -> Path | None:
@@ -243,7 +257,7 @@ def write_report(
 
 def _context(run: RunData, step: Mapping[str, Any]) -> dict[str, Any]:
     plan, dice = _plan(run.plan), _dice(run)
-    pictured = [entry for entry in run.predictions if entry.overlay is not None]
+    pictured = [entry for entry in run.predictions if entry.overlay is not None or entry.attention]
     shown = sorted(pictured, key=lambda entry: 2.0 if entry.dice is None else entry.dice)[:_MOST_OVERLAYS]
     charts = {
         "loss": loss_chart(run),
@@ -260,7 +274,8 @@ def _context(run: RunData, step: Mapping[str, Any]) -> dict[str, Any]:
         "labelled": [_short(table) for table in label_tables(run.evaluation)],
         "classes": class_tables(run.evaluation),
         "dice_table": _short(Table("", ("slide", "Dice"), tuple((name, f"{dice[name]:.4f}") for name in sorted(dice)))),
-        "pictures": [_picture(entry) for entry in shown],
+        "pictures": [picture for entry in shown for picture in _pictures(entry)],
+        "attended": any(entry.attention for entry in shown),
         "not_shown": len(pictured) - len(shown),
         "plan": None if plan is None else describe(plan),
         "config": [(key, _shown(key, value)) for key, value in run.config.items()],
@@ -366,15 +381,21 @@ def _notes(run: RunData) -> Iterator[str]:
             yield f"The prediction of {entry.name} failed: {entry.error}"
 
 
-def _picture(entry: Predicted) -> dict[str, str | None]:
-    """Return a slide to look at; `uri` is the whole picture as a data URI, None where there is none."""
+def _pictures(entry: Predicted) -> Iterator[dict[str, str | None]]:
+    """Yield pictures of a slide, or of a bag; `uri` is the whole picture as a data URI, None where there is none."""
+    if entry.attention:
+        known = f", {_count(entry.patches, 'patch', 'patches')}"
+        for path in entry.attention:
+            what = "most and least attention" if path.name == "patches.png" else f"attention in {path.stem}"
+            yield {"name": entry.name, "caption": what + known, "uri": _data_uri(path), "alt": f"{what}, {entry.name}"}
+        return
     facts = [f"{entry.height} x {entry.width} px", _count(entry.regions, "region")]
     if entry.seconds:
         facts.append(format_seconds(entry.seconds))
     if entry.dice is not None:
         facts.insert(0, f"Dice {entry.dice:.4f}")
     uri = _data_uri(entry.overlay) if entry.overlay else None
-    return {"name": entry.name, "caption": ", ".join(facts), "uri": uri}
+    yield {"name": entry.name, "caption": ", ".join(facts), "uri": uri, "alt": f"Outlines on {entry.name}"}
 
 
 def _data_uri(path: Path) -> str | None:
@@ -425,5 +446,5 @@ def _shown(name: str, value: Any) -> str:
     return f"{value:,}".replace(",", "\u202f") if isinstance(value, int) else f"{value:.4g}"
 
 
-def _count(number: int, noun: str) -> str:
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+def _count(number: int, noun: str, plural: str = "") -> str:
+    return f"{number:,} {noun if number == 1 else plural or noun + 's'}"

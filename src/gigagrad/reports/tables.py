@@ -171,25 +171,41 @@ def folds_table(folds: Sequence[FoldResult]) -> Table:
 
 
 def rates_table(calibration: Calibration) -> Table:
-    """Tabulate the rates of one thread, of its further threads, and of the tiers."""
+    """Tabulate the rates of one thread, of its further threads, and of the tiers; or of a GPU, its host and tiers."""
+    from gigagrad.devices.machine import Gpu
+
     machine = calibration.machine
     way = "direct" if calibration.direct else "through the page cache"
-    rows = {
-        "convolutions": f"{machine.flops_per_second / 1e9:,.0f} GFLOP/s",
-        "operators, values in the cache": f"{machine.cached_bytes_per_second / 1e9:,.1f} GB/s",
-        "operators, values in memory": f"{machine.memory_bytes_per_second / 1e9:,.1f} GB/s",
-        "a call of an operator": f"{machine.seconds_per_operator * 1e6:,.0f} us",
-        "a further thread, a tile each": f"{machine.side_by_side_efficiency:.0%}",
-        "a further thread, the same tile": f"{machine.shared_efficiency:.0%}",
-        "copies in memory": f"{machine.copy_bytes_per_second / 1e9:,.1f} GB/s",
+    call = f"{machine.seconds_per_operator * 1e6:,.0f} us"
+    if isinstance(machine, Gpu):
+        title, heading = f"Rates of {machine.card}", "what the GPU, or one thread beside it, does"
+        rows = {
+            "convolutions of 64 channels": f"{machine.flops_per_second / 1e12:,.1f} TFLOP/s",
+            "convolutions of 16 channels": f"{machine.few_channels_flops_per_second / 1e12:,.1f} TFLOP/s",
+            "operators of values": f"{machine.memory_bytes_per_second / 1e9:,.0f} GB/s",
+            "a call of an operator, by the host": call,
+            "a tile beside its calls, by the host": f"{machine.seconds_per_tile * 1e3:,.2f} ms",
+            "fields to and from host memory": f"{machine.copy_bytes_per_second / 1e9:,.1f} GB/s",
+        }
+        rows |= {f"plain copies, {kind}": f"{rate / 1e9:,.1f} GB/s" for kind, rate in calibration.copies.items()}
+    else:
+        title, heading = "Rates", "what one thread does"
+        rows = {
+            "convolutions": f"{machine.flops_per_second / 1e9:,.0f} GFLOP/s",
+            "operators, values in the cache": f"{machine.cached_bytes_per_second / 1e9:,.1f} GB/s",
+            "operators, values in memory": f"{machine.memory_bytes_per_second / 1e9:,.1f} GB/s",
+            "a call of an operator": call,
+            "a further thread, a tile each": f"{machine.side_by_side_efficiency:.0%}",
+            "a further thread, the same tile": f"{machine.shared_efficiency:.0%}",
+            "copies in memory": f"{machine.copy_bytes_per_second / 1e9:,.1f} GB/s",
+        }
+    rows |= {
         f"disk, write ({way})": f"{machine.disk_write_bytes_per_second / 1e9:,.2f} GB/s",
         f"disk, read ({way})": f"{machine.disk_read_bytes_per_second / 1e9:,.2f} GB/s",
         "fields in files, one thread's work": f"{machine.file_bytes_per_second / 1e9:,.2f} GB/s",
         "lossless codec": f"{machine.codec_bytes_per_second / 1e9:,.2f} GB/s, {machine.codec_ratio:.2f} : 1",
     }
-    return Table(
-        "Rates", ("what one thread does", "rate"), tuple(rows.items()), f"measured in {calibration.seconds:.0f} s"
-    )
+    return Table(title, (heading, "rate"), tuple(rows.items()), f"measured in {calibration.seconds:.0f} s")
 
 
 _STYLES: Final = {GOOD: "green", COSTLY: "yellow", OWN: "bold", WRONG: "red"}

@@ -6,6 +6,7 @@ import threading
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable
 from itertools import pairwise, starmap
+from math import prod
 
 import psutil
 import torch
@@ -15,7 +16,7 @@ from gigagrad.boxes import Box, Span
 from gigagrad.devices import Machine
 from gigagrad.devices.buffer_pool import BufferPool
 from gigagrad.files import HOST
-from gigagrad.graphs.crops import crop_view
+from gigagrad.graphs.crops import crop_view, strides
 from gigagrad.stores.store import FieldSpec, OpenTier, Size, Store, Tier
 
 
@@ -39,21 +40,22 @@ class HostStore(Store):
     ) -> None:
         super().__init__(shape, dtype, axes)
         layout = memory_format if len(shape) == 4 else torch.contiguous_format
-        where = device if spare is None else "meta"
-        self._tensor = torch.empty(shape, dtype=dtype, device=where, memory_format=layout)
         self._spare, self._block = spare, None
-        if spare is not None:
-            self._block = spare.take(self._tensor.nbytes)
-            self._tensor = self._block.view(dtype).as_strided(shape, self._tensor.stride())
+        if spare is None:
+            self._tensor = torch.empty(shape, dtype=dtype, device=device, memory_format=layout)
+        else:
+            self._block = spare.take(prod(shape) * dtype.itemsize)
+            self._tensor = self._block.view(dtype).as_strided(shape, strides(shape, layout))
         self._edges, self._reached = [0, shape[axes[1]]], [0]
         """Columns between two edges have the same pixels, from the top, that hold what they should."""
         self._reaching = threading.Lock()
+        self._whole = Box.whole(shape[axes[0]], shape[axes[1]])
 
     def _view(self, box: Box) -> torch.Tensor:
-        view = self._tensor
-        for axis, span in zip(self.axes, (box.y, box.x), strict=True):
-            view = view.narrow(axis, span.start, span.length)
-        return view
+        if box == self._whole:
+            return self._tensor
+        y, x = self.axes
+        return self._tensor.narrow(y, box.y0, box.height).narrow(x, box.x0, box.width)
 
     def read(self, box: Box) -> torch.Tensor:
         with self._reaching:
@@ -109,6 +111,8 @@ class HostStore(Store):
 
     def _clear(self, x: Span, height: int) -> None:
         """Write zeros above `height`, where nothing has been reached."""
+        if min(self._reached) >= height:
+            return
         for columns, reached in self._steps(x):
             if reached < height:
                 self._view(Box.of(Span(reached, height), columns)).zero_()
@@ -165,7 +169,9 @@ class MemoryTier(Tier):
 
 
 class HostTier(MemoryTier):
-    """The host's memory beside a GPU."""
+    """The host's memory beside a GPU. Memory of fields serves again, from step to step: the system clears what it hands
+    out, which takes longer than copies to the GPU and back. It is no more than the plan that ran last keeps here.
+    """
 
     name = "host"
     place = "host memory"
@@ -173,11 +179,16 @@ class HostTier(MemoryTier):
     remedy = "close other programs, or raise host_memory"
 
     def __init__(self, room_bytes: int | None = None) -> None:
-        super().__init__()
+        self._pool = BufferPool()
+        super().__init__(spare=self._pool)
         self._room_bytes = room_bytes
 
+    def open(self, needed_bytes: int, machine: Machine) -> OpenTier:
+        self._pool.most_bytes = needed_bytes
+        return self
+
     def room_bytes(self) -> int:
-        free = int(psutil.virtual_memory().available * FREE_SHARE)
+        free = int(psutil.virtual_memory().available * FREE_SHARE) + self._pool.own_bytes
         return free if self._room_bytes is None else self._room_bytes
 
     def shared_room(self) -> tuple[str, int] | None:

@@ -2,8 +2,9 @@
 
 Slides are turned, mirrored and in other colours, drawn anew for each slide in each epoch, as views that copy no slide.
 A transform of the square's symmetry group D4 is applied to the box of a read and to the few pixels that come back, so
-the slide and its mask turn exactly alike. Colours differ from scanner to scanner and stain to stain: every pixel is
-changed by itself, by numbers that are the slide's, so that it looks the same whatever the tiles.
+the slide and its mask turn exactly alike. Each patch of a bag is turned by itself. Colours differ from scanner to
+scanner and stain to stain: every pixel is changed by itself, by numbers that are the slide's, so that it looks the same
+whatever the tiles.
 """
 
 from __future__ import annotations
@@ -23,24 +24,28 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from gigagrad.boxes import Box, tiles
-from gigagrad.cohorts import Cohort, Row, bags_of
+from gigagrad.cohorts import Cohort, Row, cases_of
+from gigagrad.cohorts.patches import Bags
 from gigagrad.config.fit import FitConfig
 from gigagrad.errors import ConfigError, TargetError
 from gigagrad.images import Image, InputView
+from gigagrad.images.bag import Bag
 from gigagrad.images.georeference import Georeference
 from gigagrad.images.image import View
 from gigagrad.images.pixels import Array, Pixels
+from gigagrad.images.slide_bag import CaseBag
 from gigagrad.images.tissue import write_label
 from gigagrad.masks import IGNORED, ClassTable, ignoring_missing, open_mask
 from gigagrad.models.networks import check_intensities
 from gigagrad.training.folder import Progress
+from gigagrad.training.frozen import FeatureBags
 from gigagrad.training.learner import Learner
 from gigagrad.training.targets import CheckedMask, TargetRule, sample_mask
 
 D4_TRANSFORMS = 8
 
 # Tags that keep the streams of random numbers apart. NumPy pads seeds with zeros, so none is 0.
-_ORDER, _TRANSFORM, _COLOURS, _DRAWS = 1, 2, 3, 4
+_ORDER, _TRANSFORM, _COLOURS, _DRAWS, _PATCHES = 1, 2, 3, 4, 5
 
 _STAINS = np.array([[0.65, 0.70, 0.29], [0.07, 0.99, 0.11], [0.27, 0.57, 0.78]])
 """Optical densities of haematoxylin, eosin and DAB in red, green and blue (Ruifrok and Johnston, 2001)."""
@@ -109,6 +114,11 @@ def transform_of(seed: int, epoch: int, index: int) -> int:
     return int(np.random.default_rng((seed, epoch, _TRANSFORM, index)).integers(D4_TRANSFORMS))
 
 
+def transforms_of(seed: int, epoch: int, index: int, count: int) -> NDArray[np.int64]:
+    """Draw the transform of each of the `count` patches of slide `index` in an epoch; depends on nothing but these."""
+    return np.random.default_rng((seed, epoch, _PATCHES, index)).integers(D4_TRANSFORMS, size=count)
+
+
 def draws_of(seed: int, epoch: int, index: int) -> int:
     """Draw the seed of random operators for slide `index` in an epoch; depends on nothing but these numbers."""
     return int(np.random.default_rng((seed, epoch, _DRAWS, index)).integers(2**63))
@@ -133,46 +143,53 @@ class Jitter:
         """
         if not self.stain and not self.colour:
             return slide
+        return Coloured(slide, self.colours(slide, slide.channels, (seed, epoch, _COLOURS, index)))
+
+    def of_bag(self, bag: Bag, seed: int, epoch: int, index: int) -> list[Colours]:
+        """Draw the colours of each slide of bag `index` in an epoch; none where none vary. Raises as `of`."""
+        if not self.stain and not self.colour:
+            return []
+        slides = range(1, len(bag.bags) if isinstance(bag, CaseBag) else 1)
+        first = seed, epoch, _COLOURS, index
+        return [self.colours(bag, bag.shape[1], numbers) for numbers in (first, *((*first, each) for each in slides))]
+
+    def colours(self, slide: Image | Bag, channels: int, numbers: tuple[int, ...]) -> Colours:
+        """Draw the colours of a slide. Raises `ConfigError`."""
         if str(slide.dtype) != "uint8":
             raise ConfigError(f"colours can be varied of slides of uint8, and {slide.name} has {slide.dtype}")
-        if self.stain and slide.channels != 3:
-            raise ConfigError(f"stain_jitter needs red, green and blue, and {slide.name} has {slide.channels} channels")
+        if self.stain and channels != 3:
+            raise ConfigError(f"stain_jitter needs red, green and blue, and {slide.name} has {channels} channels")
 
-        draw = np.random.default_rng((seed, epoch, _COLOURS, index))
+        draw = np.random.default_rng(numbers)
         mixing, offset = np.eye(3), np.zeros(3)
         if self.stain:
             apart = np.linalg.inv(_STAINS)
             mixing = apart @ np.diag(draw.uniform(1 - self.stain, 1 + self.stain, 3)) @ _STAINS
             offset = draw.uniform(-self.stain, self.stain, 3) @ _STAINS
-        gain = draw.uniform(1 - self.colour, 1 + self.colour, (slide.channels, 1))
-        shift = draw.uniform(-self.colour / 2, self.colour / 2, (slide.channels, 1))
+        gain = draw.uniform(1 - self.colour, 1 + self.colour, (channels, 1))
+        shift = draw.uniform(-self.colour / 2, self.colour / 2, (channels, 1))
         levels = (np.arange(256) / 255 - 0.5) * gain + 0.5 + shift
         table = (255 * levels).round().clip(0, 255).astype(np.uint8)
-        return Coloured(slide, table, mixing if self.stain else None, offset)
+        return Colours(table, mixing if self.stain else None, offset)
 
 
-class Coloured(View):
-    """A slide of uint8 in other colours. Use `Jitter.of`.
+class Colours:
+    """Other colours of bytes.
 
     Optical densities `d` become `d @ mixing + offset` where `mixing` is given; then every channel's bytes those in its
-    row of `table_C256`. Outside the slide nothing changes.
+    row of `table_C256`.
     """
 
     def __init__(
-        self,
-        image: Image,
-        table_C256: NDArray[np.uint8],
-        mixing: NDArray[np.float64] | None,
-        offset: NDArray[np.float64],
+        self, table_C256: NDArray[np.uint8], mixing: NDArray[np.float64] | None, offset: NDArray[np.float64]
     ) -> None:
-        super().__init__(image)
         self._table, self._mixing, self._offset = table_C256, mixing, offset.astype(np.float32)
         self._density = (-np.log(np.maximum(np.arange(256), 1) / 255)).astype(np.float32)
 
-    def _read_inside(self, box: Box) -> Array:
-        pixels = np.asarray(self._image.read(box))
+    def apply(self, pixels: Array) -> Array:
+        """Change pixels `(C, h, w)` in place, and return them."""
         if self._mixing is not None:
-            for row in range(0, box.height, _ROWS):
+            for row in range(0, pixels.shape[1], _ROWS):
                 rows = slice(row, row + _ROWS)
                 pixels[:, rows] = self._restained(pixels[:, rows], self._mixing)
         for channel, levels in enumerate(self._table):
@@ -190,6 +207,46 @@ class Coloured(View):
         return light
 
 
+class Coloured(View):
+    """A slide of uint8 in other colours, which outside the slide are as before. Use `Jitter.of`."""
+
+    def __init__(self, image: Image, colours: Colours) -> None:
+        super().__init__(image)
+        self._colours = colours
+
+    def _read_inside(self, box: Box) -> Array:
+        return self._colours.apply(np.asarray(self._image.read(box)))
+
+
+class VariedBag(Bag):
+    """A bag with each patch mirrored and turned as `D4View` does, by the transform of this patch, and in the colours of
+    its slide, where there are any. Closing it leaves `bag` open.
+    """
+
+    def __init__(self, bag: Bag, transforms_N: NDArray[np.int64], colours: Sequence[Colours] = ()) -> None:
+        super().__init__(
+            shape=bag.shape,
+            dtype=bag.dtype,
+            name=bag.name,
+            mpp=bag.mpp,
+            cache_bytes=bag.cache_bytes,
+            thread_bytes=bag.thread_bytes,
+            decode_seconds=bag.decode_seconds,
+        )
+        self._bag, self._transforms, self._colours = bag, transforms_N, colours
+        self._slides = bag.slide_of_patch if isinstance(bag, CaseBag) else np.zeros(len(bag), np.int64)
+
+    def _read_inside(self, start: int, stop: int) -> Array:
+        patches = np.asarray(self._bag.read(start, stop))
+        varied = np.empty_like(patches)  # channels last, where the reader gave them so
+        for place, (patch, transform) in enumerate(zip(patches, self._transforms[start:stop].tolist(), strict=True)):
+            mirrored = patch[..., ::-1] if transform >= 4 else patch
+            varied[place] = np.rot90(mirrored, transform % 4, axes=(-2, -1))
+            if self._colours:
+                self._colours[self._slides[start + place]].apply(varied[place])
+        return varied
+
+
 _BLOCK_PX = 2048
 """Side of the blocks in which masks are counted."""
 
@@ -200,15 +257,25 @@ def made_label(labels: Path, row: Row) -> Path:
 
 
 class Dataset:
-    """Slides as the network sees them, with their targets, at one pyramid level.
+    """Slides as the network sees them, with their targets, at one pyramid level, or as `bags` of patches.
 
-    Slides without a mask get one from the tissue recipe, written once to `labels` and read from there ever after.
+    Slides without a mask get one from the tissue recipe, written once to `labels` and read from there ever after. A
+    network whose encoder is frozen may see `features` in the place of patches.
     """
 
     def __init__(
-        self, rule: TargetRule, *, level: int, look: InputView, labels: Path, table: ClassTable | None
+        self,
+        rule: TargetRule,
+        *,
+        level: int,
+        look: InputView,
+        labels: Path,
+        table: ClassTable | None,
+        bags: Bags | None = None,
+        features: FeatureBags | None = None,
     ) -> None:
         self._rule, self._level, self._look, self._labels, self._table = rule, level, look, labels, table
+        self._bags, self._features = bags, features
         self._label_ids = dict(table.ids) if table is not None else {}
         self._passed: set[Row] = set()
 
@@ -223,6 +290,11 @@ class Dataset:
 
         Raises `TargetError` and `ImageError`.
         """
+        if self._bags is not None:
+            with self._bags.open(row) as bag:
+                check_intensities(model, bag)
+            self.label(row)
+            return set()
         with row.open(self._level) as slide:
             check_intensities(model, self._look.of(slide))
             if row.label is not None:
@@ -265,12 +337,15 @@ class Dataset:
             return counts
 
     @contextmanager
-    def open(self, row: Row, transform: int = 0) -> Iterator[tuple[Image, Image | Tensor]]:
-        """Open the slide and its target, both turned by the same `transform`.
+    def open(self, row: Row, transform: int = 0) -> Iterator[tuple[Image | Bag, Image | Tensor]]:
+        """Open the slide and its target, both turned by the same `transform`; a bag is as it is.
 
         Target pixels are checked as they are read (`TargetError`) until the row has `passed`.
         """
         with ExitStack() as stack:
+            if (bags := self._features or self._bags) is not None:
+                yield stack.enter_context(bags.open(row)), self.label(row)
+                return
             slide = stack.enter_context(row.open(self._level))
             slide = self._look.of(slide)
             if row.label is not None:
@@ -303,7 +378,7 @@ def _transformed(image: Image, transform: int) -> Image:
     return D4View(image, transform) if transform else image
 
 
-Bag = tuple[Row, ...]
+Case = tuple[Row, ...]
 """The least that a step sees: the slides of a patient, or a single one."""
 
 
@@ -321,41 +396,41 @@ class Steps:
     ) -> None:
         self._config, self._pixels = config, pixels
         self._dataset, self._jitter, self._learner = dataset, jitter, learner
-        self.bags: tuple[Bag, ...] = bags_of(cohort.of("train"))
-        self._numbers = dict(zip(self.bags, accumulate(map(len, self.bags), initial=0), strict=False))
-        """The number of each bag's first slide."""
+        self.cases: tuple[Case, ...] = cases_of(cohort.of("train"))
+        self._numbers = dict(zip(self.cases, accumulate(map(len, self.cases), initial=0), strict=False))
+        """The number of each case's first slide."""
 
-    def remaining(self, progress: Progress) -> Iterator[list[Bag]]:
-        """Yield the bags of each step that is left of an epoch."""
-        order = order_of(self._config.seed, progress.epoch, len(self.bags))
+    def remaining(self, progress: Progress) -> Iterator[list[Case]]:
+        """Yield the cases of each step that is left of an epoch."""
+        order = order_of(self._config.seed, progress.epoch, len(self.cases))
         for first in range(progress.index, len(order), self._config.accumulate):
-            yield [self.bags[i] for i in order[first : first + self._config.accumulate]]
+            yield [self.cases[i] for i in order[first : first + self._config.accumulate]]
 
     def made(self, progress: Progress) -> int:
-        """Count the steps until then; `progress` counts the bags that they saw."""
-        return progress.epoch * self._of(len(self.bags)) + self._of(progress.index)
+        """Count the steps until then; `progress` counts the cases that they saw."""
+        return progress.epoch * self._of(len(self.cases)) + self._of(progress.index)
 
-    def _of(self, bags: int) -> int:
-        return -(-bags // self._config.accumulate)
+    def _of(self, cases: int) -> int:
+        return -(-cases // self._config.accumulate)
 
     def gradients(
-        self, chosen: Sequence[Bag], progress: Progress, tell: Callable[[int, float], None]
+        self, chosen: Sequence[Case], progress: Progress, tell: Callable[[int, float], None]
     ) -> list[dict[str, float]]:
         """Give the parameters the gradients of a step; `tell` as in `Learner.add`. Returns what there is to log of each
-        slide, or of all bags. Raises `ConfigError` if a loss is no longer a number.
+        slide, or of all cases. Raises `ConfigError` if a loss is no longer a number.
         """
         learner, epoch = self._learner, progress.epoch
         if learner.group is None:
-            pairs = [partial(self._varied, bag[0], self._numbers[bag], epoch) for bag in chosen]
-            told = learner.add(pairs, [self._pixels[bag[0]] for bag in chosen], tell)
+            pairs = [partial(self._varied, case[0], self._numbers[case], epoch) for case in chosen]
+            told = learner.add(pairs, [self._pixels[case[0]] for case in chosen], tell)
         else:
             opened = [
-                [partial(self._varied, row, number, epoch) for number, row in enumerate(bag, self._numbers[bag])]
-                for bag in chosen
+                [partial(self._varied, row, number, epoch) for number, row in enumerate(case, self._numbers[case])]
+                for case in chosen
             ]
-            told = [learner.add_bags(opened, [self._dataset.label(bag[0]) for bag in chosen])]
-        for bag, values in zip(chosen, told, strict=False):
-            self._check_finite(values["loss"], progress, bag[0])
+            told = [learner.add_cases(opened, [self._dataset.label(case[0]) for case in chosen])]
+        for case, values in zip(chosen, told, strict=False):
+            self._check_finite(values["loss"], progress, case[0])
         return told
 
     def _check_finite(self, loss: float, progress: Progress, row: Row) -> None:
@@ -369,11 +444,24 @@ class Steps:
             )
 
     @contextmanager
-    def _varied(self, row: Row, number: int, epoch: int) -> Iterator[tuple[Image, Image | torch.Tensor]]:
+    def _varied(self, row: Row, number: int, epoch: int) -> Iterator[tuple[Image | Bag, Image | torch.Tensor]]:
         """Open training slide `number` and its target as this epoch turns and colours them; seed what is drawn."""
         config = self._config
-        transform = transform_of(config.seed, epoch, number) if config.augment else 0
+        numbers = config.seed, epoch, number
+        transform = transform_of(*numbers) if config.augment else 0
         with self._dataset.open(row, transform) as (slide, target):
-            torch.manual_seed(draws_of(config.seed, epoch, number))
-            yield self._jitter.of(slide, config.seed, epoch, number), target
+            torch.manual_seed(draws_of(*numbers))
+            yield varied(slide, self._jitter, *numbers, augment=config.augment), target
         self._dataset.passed(row)
+
+
+def varied(slide: Image | Bag, jitter: Jitter, seed: int, epoch: int, index: int, *, augment: bool) -> Image | Bag:
+    """Show slide `index`, turned already, in the colours of an epoch; of a bag turn the patches, too, to `augment`."""
+    if isinstance(slide, Image):
+        return jitter.of(slide, seed, epoch, index)
+    colours = jitter.of_bag(slide, seed, epoch, index)
+    if not augment and not colours:
+        return slide
+    count = len(slide)
+    transforms = transforms_of(seed, epoch, index, count) if augment else np.zeros(count, np.int64)
+    return VariedBag(slide, transforms, colours)

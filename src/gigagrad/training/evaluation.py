@@ -20,7 +20,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from gigagrad.cohorts import Cohort, Row, bags_of
+from gigagrad.cohorts import Cohort, Row, cases_of
+from gigagrad.cohorts.patches import Patches
 from gigagrad.cohorts.rows import Split
 from gigagrad.config.fit import FitConfig
 from gigagrad.errors import ConfigError
@@ -29,6 +30,7 @@ from gigagrad.execution.compiling import compile as compile_engine
 from gigagrad.execution.engine import Engine
 from gigagrad.files import read_json, write_json
 from gigagrad.images import Image
+from gigagrad.images.bag import Bag
 from gigagrad.losses import Loss, kind_of
 from gigagrad.masks import ClassTable
 from gigagrad.models.registry import asks_for_weights
@@ -46,13 +48,13 @@ _THRESHOLD = 0.5
 
 
 def validate(learner: Learner, dataset: Dataset, rows: tuple[Row, ...], events: Events, mesh: Mesh) -> float:
-    """Return the mean loss over `rows`, or that of all bags, as they are and in eval mode. Emits the job `validate`."""
+    """Return the mean loss over `rows`, or of all cases, as they are and in eval mode. Emits the job `validate`."""
     learner.model.eval()
     with events.job("validate", len(rows)) as advance:
         if (group := learner.group) is not None:
-            bags = bags_of(rows)
-            opened = [[partial(dataset.open, row) for row in bag] for bag in bags]
-            losses = [group.loss(opened, [dataset.label(bag[0]) for bag in bags])]
+            cases = cases_of(rows)
+            opened = [[partial(dataset.open, row) for row in case] for case in cases]
+            losses = [group.loss(opened, [dataset.label(case[0]) for case in cases])]
             advance(len(rows), "")
         else:
             engine = learner.engine
@@ -112,6 +114,7 @@ def test(
                 return None, [str(output_NC.dtype).removeprefix("torch."), output_NC.tolist()]
             if not dense:
                 return _loss(engine, slide, target), None
+            assert isinstance(slide, Image)
             assert isinstance(target, Image)
             shape = image_shape(engine, slide)
             channels = Channels.of(1 if shape is None else shape[1], config.loss)
@@ -147,15 +150,15 @@ def _of_labels(
     name: str,
     table: ClassTable | None,
 ) -> tuple[dict[str, float], dict[str, Any]]:
-    """Score slides or bags by their loss, or by the risk; and by `SlideEvaluation.to_dict`, empty for several
+    """Score slides or cases by their loss, or by the risk; and by `SlideEvaluation.to_dict`, empty for several
     numbers of a slide. `name` is what the loss is called, `outputs` are by the slides' names.
     """
     reading = Reading.of(next(iter(outputs.values())).shape[1], name, table)
     scores = {}
-    for bag in bags_of(rows):
-        output_NC = torch.cat([outputs[row.name] for row in bag]).mean(0, keepdim=True)
-        called = bag[0].bag or bag[0].name
-        target = dataset.label(bag[0]).to(output_NC.device)
+    for case in cases_of(rows):
+        output_NC = torch.cat([outputs[row.name] for row in case]).mean(0, keepdim=True)
+        called = case[0].case or case[0].name
+        target = dataset.label(case[0]).to(output_NC.device)
         scores[called] = float(output_NC if loss.survival else loss.function(output_NC, target))
     if not reading.names and len(reading.columns) > 1:
         return scores, {}
@@ -163,7 +166,7 @@ def _of_labels(
     return scores, compare_labels(rows, read, table, _THRESHOLD).to_dict()
 
 
-def _loss(engine: Engine, slide: Image, target: Image | torch.Tensor) -> float:
+def _loss(engine: Engine, slide: Image | Bag, target: Image | torch.Tensor) -> float:
     value = engine.forward(slide, target)
     assert isinstance(value, torch.Tensor)
     return float(value)
@@ -173,7 +176,7 @@ def _loss(engine: Engine, slide: Image, target: Image | torch.Tensor) -> float:
 class FitResult:
     """A finished run in folder `out`.
 
-    `scores` are the test slides' (or bags') by name, Dice (`metric == "dice"`), loss, or of survival the predicted
+    `scores` are the test slides' (or cases') by name, Dice (`metric == "dice"`), loss, or of survival the predicted
     risk; `epochs` and `steps` (of the optimizer) are what was trained in all; `best_loss` is the lowest validation
     loss, reached in `best_epoch`, None without validation slides. `evaluation` is what `SlideEvaluation.to_dict` says
     of the test slides where these have labels; of masks, `classes` and `confusion` of `Evaluation.to_dict`; else empty.
@@ -262,6 +265,9 @@ def write_model(model: nn.Module, config: FitConfig, cohort: Cohort, result: Fit
         "bands": list(config.bands),
         "mpp": mpp,
     }
+    if config.patches is not None:
+        names = "patch_size", "patch_mpp", "overlap", "tissue", "least_tissue"
+        settings |= {name: getattr(config, name) for name in names}
     card = model_card(model, config, cohort, result, mpp)
     save_folder(RunFolder(result.out).model, config.model, model, settings, card)
 
@@ -275,11 +281,13 @@ def model_card(model: nn.Module, config: FitConfig, cohort: Cohort, result: FitR
     begun = "published with the network" if asks_for_weights(config.model) else "random"
     if config.weights is not None:
         begun = f"`{Path(config.weights).name}`"
+    patches = config.patches
+    read = f"level {config.level}" if patches is None else f"patches of {_without_folder(patches)}"
     rows = [
         ("network", f"`{config.model}`, {sum(p.numel() for p in model.parameters()):,} parameters"),
         ("first weights", f"{begun}; seed {config.seed}"),
         ("slides", counts),
-        ("resolution", f"level {config.level}" + (f", {mpp:.4g} micrometres per pixel" if mpp else "")),
+        ("resolution", f"{read}, {mpp:.4g} micrometres per pixel" if mpp else read),
         ("colours", str(config.input_view)),
         ("classes", ", ".join(f"`{entry}`" for entry in config.classes) or "not named"),
         ("loss", f"`{config.loss}`; `{config.optimizer}`, learning rate {config.learning_rate:g}"),
@@ -288,12 +296,13 @@ def model_card(model: nn.Module, config: FitConfig, cohort: Cohort, result: FitR
         ("best validation loss", "none measured" if result.best_loss is None else f"{result.best_loss:.6g}"),
         ("test", f"{tested} over {len(result.scores)} slides" if result.scores else "no test slides"),
     ]
+    whole = "whole slides" if patches is None else "all patches of a slide at once"
     stored = (
-        "Every step used the loss and the gradients of whole slides as plain PyTorch would give them: no patches, no "
-        "approximation."
+        f"Every step used the loss and the gradients of {whole} as plain PyTorch would give them: no "
+        f"{'patches' if patches is None else 'sampling'}, no approximation."
         if config.storage is None
-        else "Every step used whole slides without patches; fields kept between passes were stored as "
-        f"`{config.storage}`, a declared rounding."
+        else f"Every step used {whole}; fields kept between passes were stored as `{config.storage}`, a declared "
+        "rounding."
     )
     versions = [f"{name} {version}" for name, version in environment()["packages"].items() if version]
     cells = [(what, said.replace("|", "\\|")) for what, said in rows]
@@ -301,8 +310,15 @@ def model_card(model: nn.Module, config: FitConfig, cohort: Cohort, result: FitR
         task="image-segmentation" if dense else "image-classification",
         table="\n".join(["| | |", "|---|---|", *(f"| {what} | {said} |" for what, said in cells)]),
         exact=stored,
+        takes="slides as they are stored (bytes, `(N, C, H, W)`)"
+        if patches is None
+        else "all patches of a slide (bytes, `(N, C, h, w)`)",
         versions=", ".join(versions),
     )
+
+
+def _without_folder(patches: Patches) -> str:
+    return str(patches) if patches.coords is None else f"{patches.size} px with corners from files"
 
 
 _PAGE = """\
@@ -328,6 +344,6 @@ import gigagrad as gg
 model = gg.models.load("FOLDER")  # this folder: a plain torch.nn.Module in eval mode
 ```
 
-It takes slides as they are stored (bytes, `(N, C, H, W)`) and returns logits. Whole slides from the command line:
+It takes {takes} and returns logits. Whole slides from the command line:
 `gigagrad predict --run FOLDER --slides DIR --out predictions`.
 """

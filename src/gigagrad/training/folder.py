@@ -50,6 +50,7 @@ class RunFolder:
         self.curves = path / "tensorboard"
         self.tracking = path / "tracking.txt"
         self.labels = path / "labels"
+        self.features = path / "features"
         self.config = path / "config.yaml"
         self.environment = path / "environment.json"
         self.plan_data = path / "plan.json"

@@ -12,6 +12,7 @@ from gigagrad.config.fit import FitConfig
 from gigagrad.errors import ConfigError
 from gigagrad.events import Listener
 from gigagrad.files import write_json
+from gigagrad.models.registry import called_path
 from gigagrad.prediction.cohort_scores import evaluate_model
 from gigagrad.prediction.scores import Evaluation
 from gigagrad.ranks import from_environment
@@ -79,7 +80,7 @@ def _scored(
         memory=config.memory,
         scratch=config.scratch,
         device=config.device,
-        trust=(*trust, config.model.partition("?")[0]),  # that file is our own
+        trust=(*trust, called_path(config.model)),  # that file is our own
         listeners=listeners,
     )
     assert found is not None, "there are no other shares"

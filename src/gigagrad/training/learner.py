@@ -23,6 +23,7 @@ from gigagrad.execution.compiling import compile as compile_engine
 from gigagrad.execution.engine import Engine
 from gigagrad.execution.model_state import Left
 from gigagrad.images import Image
+from gigagrad.images.bag import Bag
 from gigagrad.losses import Loss
 from gigagrad.models.registry import import_callable
 from gigagrad.named import parse_named
@@ -65,6 +66,7 @@ def freeze(config: FitConfig, model: nn.Module) -> tuple[str, ...]:
     for name, parameter in model.named_parameters():
         if name in chosen:
             parameter.requires_grad_(False)
+    model.train(model.training)  # a `BagNetwork` leaves an encoder that is frozen in eval mode
     if chosen and not any(parameter.requires_grad for parameter in model.parameters()):
         raise ConfigError(f"frozen: {', '.join(config.frozen)} leaves nothing to train")
     return tuple(name for name in names if name in chosen)
@@ -122,8 +124,12 @@ def _groups(config: FitConfig, model: nn.Module, own: Collection[str] | None) ->
 
 
 def _matching(pattern: str, names: list[str], setting: str) -> list[str]:
-    """Return names that are or lie inside `pattern`, or match it with `*` and `?`. Raises `ConfigError`."""
-    found = [name for name in names if name.startswith(f"{pattern}.") or fnmatch.fnmatchcase(name, pattern)]
+    """Return names that `pattern`, with `*`, `?` and `[0-5]`, matches, or that lie inside a module that it matches.
+
+    Raises `ConfigError`.
+    """
+    inside = f"{pattern}.*"
+    found = [name for name in names if fnmatch.fnmatchcase(name, pattern) or fnmatch.fnmatchcase(name, inside)]
     if not found and pattern != "*":
         modules = {name.rpartition(".")[0] for name in names} | {name.partition(".")[0] for name in names}
         hint = did_you_mean(pattern, [*modules, *names]) or f"; it has {', '.join(sorted(modules)[:12])}"
@@ -171,16 +177,16 @@ class AveragedWeights:
                 parameter.copy_(average)
 
 
-Pair = Callable[[], AbstractContextManager[tuple[Image, Image | torch.Tensor]]]
+Pair = Callable[[], AbstractContextManager[tuple[Image | Bag, Image | torch.Tensor]]]
 """Opens a slide and its target, each time as they are seen in this step."""
 
 
 class Group:
-    """The loss of `model` over bags of slides, `(N, C)` outputs and their targets. `settings` are `compile`'s.
+    """The loss of `model` over cases of slides, `(N, C)` outputs and their targets. `settings` are `compile`'s.
 
     It is exact, with one slide in memory at a time, as the loss needs the outputs alone: all slides go forward first,
     the loss is pulled back to each output, and then every slide is seen once more, forward and backward, with what its
-    output is to receive (Gao et al., 2021, for contrastive losses). Outputs of a bag's slides are averaged before.
+    output is to receive (Gao et al., 2021, for contrastive losses). Outputs of a case's slides are averaged before.
     """
 
     def __init__(self, model: nn.Module, loss: Callable[[Tensor, Tensor], Tensor], **settings: Any) -> None:
@@ -189,56 +195,56 @@ class Group:
         """Goes backward, where most of the time and memory is needed."""
         self.outputs: Engine = compile_engine(model, **settings)
 
-    def plan(self, slide: Image) -> Plan:
+    def plan(self, slide: Image | Bag) -> Plan:
         """Plan the backward pass. Raises as `Engine.plan` does, and `ModelError` for a model that gives an image."""
         if image_shape(self.outputs, slide) is not None:
-            raise ModelError("the model gives an image; bags of slides and cox need one that scores whole slides")
+            raise ModelError("the model gives an image; cases of slides and cox need one that scores whole slides")
         graph = self.outputs.problem(slide).graph
         return self.engine.plan(slide, torch.zeros(graph[graph.output].shape[-1]))
 
-    def loss(self, bags: Sequence[Sequence[Pair]], targets: Sequence[Tensor]) -> float:
+    def loss(self, cases: Sequence[Sequence[Pair]], targets: Sequence[Tensor]) -> float:
         """Compute the loss of the model as it is."""
-        return float(self._of(self._seen(bags), bags, targets).detach())
+        return float(self._of(self._seen(cases), cases, targets).detach())
 
-    def backward(self, bags: Sequence[Sequence[Pair]], targets: Sequence[Tensor]) -> float:
+    def backward(self, cases: Sequence[Sequence[Pair]], targets: Sequence[Tensor]) -> float:
         """Return the loss and add its gradients to the parameters' `.grad`. Random numbers are drawn, and running
         statistics updated, as by one forward of every slide.
         """
         states = list[Tensor]()
         before = [(buffer, buffer.clone()) for buffer in self._model.buffers()]
         try:
-            outputs = self._seen(bags, states)
+            outputs = self._seen(cases, states)
         finally:
             for buffer, value in before:
                 buffer.copy_(value)
         leaves = [output.requires_grad_() for output in outputs]
-        loss = self._of(leaves, bags, targets)
+        loss = self._of(leaves, cases, targets)
         cotangents = torch.autograd.grad(loss, leaves)
-        for opened, state, cotangent in zip(itertools.chain(*bags), states, cotangents, strict=True):
+        for opened, state, cotangent in zip(itertools.chain(*cases), states, cotangents, strict=True):
             torch.set_rng_state(state)
             with opened() as (slide, _):
                 self.engine.backward(slide, cotangent[0])
         return float(loss.detach())
 
-    def _seen(self, bags: Sequence[Sequence[Pair]], states: list[Tensor] | None = None) -> list[Tensor]:
+    def _seen(self, cases: Sequence[Sequence[Pair]], states: list[Tensor] | None = None) -> list[Tensor]:
         """Compute the output `(1, C)` of each slide; before it, the state of random numbers goes to `states`."""
         found = []
-        for opened in itertools.chain(*bags):
+        for opened in itertools.chain(*cases):
             if states is not None:
                 states.append(torch.get_rng_state())
             with opened() as (slide, _):
                 found.append(output_of(self.outputs, slide))
         return found
 
-    def _of(self, outputs: Sequence[Tensor], bags: Sequence[Sequence[Pair]], targets: Sequence[Tensor]) -> Tensor:
+    def _of(self, outputs: Sequence[Tensor], cases: Sequence[Sequence[Pair]], targets: Sequence[Tensor]) -> Tensor:
         each = iter(outputs)
-        pooled = [torch.cat(list(itertools.islice(each, len(bag)))).mean(0, keepdim=True) for bag in bags]
+        pooled = [torch.cat(list(itertools.islice(each, len(case)))).mean(0, keepdim=True) for case in cases]
         output_NC = torch.cat(pooled)
         return self._loss(output_NC, torch.cat(list(targets)).to(output_NC.device))
 
 
 class Learner:
-    """Adds up gradients of slides and steps. `grouped`: these are bags of slides, or compared with each other. The
+    """Adds up gradients of slides and steps. `grouped`: these are cases of slides, or compared with each other. The
     groups of the mesh share the slides of a step, the ranks of a group their tiles.
     """
 
@@ -251,15 +257,17 @@ class Learner:
         *,
         grouped: bool,
         journal: Path | None = None,
+        computed: nn.Module | None = None,
     ) -> None:
-        """Make the learner; `journal` is a folder for those of steps.
+        """Make the learner; `journal` is a folder for those of steps. With `computed`, a part of the model, steps run
+        that alone.
 
-        Raises `ConfigError` for an optimizer that cannot be made, and for bags in several groups.
+        Raises `ConfigError` for an optimizer that cannot be made, and for cases in several groups.
         """
         groups = mesh.data.count
         if groups > 1 and grouped:
             raise ConfigError(
-                f"bags and cox see the slides of a step one after the other, and the mesh has {groups} groups; give "
+                f"cases and cox see the slides of a step one after the other, and the mesh has {groups} groups; give "
                 f"--mesh 1x{mesh.world.count}"
             )
         self.model, self._config, self._data = model, config, mesh.data
@@ -279,8 +287,9 @@ class Learner:
             "mesh": mesh.tile,
             "journal": journal,
         }
-        self.group = Group(model, loss.function, **settings) if grouped else None
-        self.engine = self.group.engine if self.group is not None else compile_engine(model, loss.function, **settings)
+        seen = model if computed is None else computed
+        self.group = Group(seen, loss.function, **settings) if grouped else None
+        self.engine = self.group.engine if self.group is not None else compile_engine(seen, loss.function, **settings)
         for engine in self.engines:
             engine.in_tiles = True  # a run may go on by another number of ranks, bit for bit
         self._overflows = self._overflows_behind = 0
@@ -329,11 +338,11 @@ class Learner:
         self._overflows_behind = max(overflows for overflows, _ in told)
         return [values for _, values in sorted(pair for _, pairs in told for pair in pairs)]
 
-    def add_bags(self, bags: Sequence[Sequence[Pair]], targets: Sequence[torch.Tensor]) -> dict[str, float]:
-        """Compute the gradients of a step's bags; what there is to log of them all."""
+    def add_cases(self, cases: Sequence[Sequence[Pair]], targets: Sequence[torch.Tensor]) -> dict[str, float]:
+        """Compute the gradients of a step's cases; what there is to log of them all."""
         assert self.group is not None
         self._begin()
-        loss = self.group.backward(bags, targets)
+        loss = self.group.backward(cases, targets)
         self._overflows_behind = self.engine.overflows
         self._forget_journals()
         return {"loss": loss, **self._measured()}

@@ -12,7 +12,7 @@ import math
 import shutil
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,22 +20,25 @@ from typing import Any
 import numpy as np
 import torch
 
-from gigagrad.cohorts import Cohort, Row, bags_of, check_images, class_table, read_cohort
+from gigagrad.cohorts import Cohort, Row, Size, cases_of, check_images, class_table, read_cohort
+from gigagrad.cohorts.patches import Bags
 from gigagrad.config.fit import FitConfig
 from gigagrad.devices import device_for
-from gigagrad.errors import ConfigError, ModelError
+from gigagrad.errors import ConfigError, GigagradError, ModelError
 from gigagrad.events import Events, Listener, MetricsLogged, Notice
 from gigagrad.files import content_digest, write_json, write_text
 from gigagrad.images import Image, open_image
+from gigagrad.images.bag import Bag
 from gigagrad.losses import Weighted, named_loss
 from gigagrad.models import load_weights_into, resolve, save_model
 from gigagrad.models.registry import is_reloadable
 from gigagrad.models.saved import load_weights
 from gigagrad.plans import Plan
 from gigagrad.ranks import Mesh, from_environment, launch
-from gigagrad.training.dataset import Bag, Dataset, Jitter, Steps, made_label
+from gigagrad.training.dataset import Case, Dataset, Jitter, Steps, made_label, varied
 from gigagrad.training.evaluation import FitResult, test, validate, write_model
 from gigagrad.training.folder import Checkpoint, Progress, RunFolder, environment
+from gigagrad.training.frozen import features_once, head_of
 from gigagrad.training.learner import Learner, freeze
 from gigagrad.training.sharing import check_same_start, check_same_weights, check_seen, plan_alike
 from gigagrad.training.targets import BALANCED, class_weights, fit_loss
@@ -53,8 +56,8 @@ def fit(
 
     A run folder that holds a checkpoint of the same run is continued from it, a finished one is returned as it is;
     `overwrite` starts anew. `trust` lists what a YAML file may import, as `FitConfig.from_yaml` has it. Listeners get
-    `JobStarted`, `JobAdvanced` and `JobFinished` for the jobs `label`, `train`, `validate` and `test` (counted in
-    slides), `MetricsLogged` for every step and epoch, `Notice`, and the engine's own.
+    `JobStarted`, `JobAdvanced` and `JobFinished` for the jobs `patches` (of bags), `label`, `features`, `train`,
+    `validate` and `test` (counted in slides), `MetricsLogged` for every step and epoch, `Notice`, and the engine's own.
 
     Processes that were started together (torchrun) train one network, every one of them calling this; the first has
     the listeners and writes the run's files, on a disk that all of them see.
@@ -85,13 +88,13 @@ class _Run:
     def __init__(self, config: FitConfig, events: Events, mesh: Mesh, held: ExitStack, *, overwrite: bool) -> None:
         self.events, self.mesh = events, mesh
         self.folder = RunFolder(Path(config.out))
-        self.cohort: Cohort = read_cohort(config.slides, config.fold)
+        self.cohort: Cohort = read_cohort(config.slides, config.fold, config.patches)
         self.table = class_table(self.cohort, config.classes)
         if self.table is not None:
             config = replace(config, classes=self.table.entries)
         self.config = config
-        self.sizes = check_images(self.cohort, config.level, look=config.input_view, table=self.table)
         device_for(config.device)  # refuses one that is not there
+        self.bags = None if config.patches is None else Bags(config.patches, config.input_view)
         self.loss = named_loss(config.loss)
         if self.loss.survival and config.accumulate < 2:
             raise ConfigError(
@@ -99,6 +102,7 @@ class _Run:
                 "many patients as a step is to see"
             )
         self.jitter = Jitter(config.stain_jitter, config.colour_jitter)
+        self.sizes = self._sizes()
         self.launches = tuple(sorted({*mesh.world.all_gather_object(launch())} - {""}))
         if mesh.first:
             held.enter_context(self.folder.written(self.launches, config.rank_timeout))
@@ -112,14 +116,38 @@ class _Run:
         step = None if self.resumed is None else self.progress.step
         shapes = [size.shape for size in self.sizes]
         check_same_start(mesh.world, self.folder, step, self.config, self.cohort, shapes)
-        self.contents = self._contents(lambda row: self.cohort.contents(row) | self._made_contents(row))
+        self.contents = self._contents(self._contents_of)
         if (begun := self.resumed) is not None:
             self._continue(begun, lambda: begun.check_same_contents(self.config, self.contents))
+
+    def _sizes(self) -> tuple[Size, ...]:
+        """Return the sizes of all slides, or of their bags, each of which is looked at by one rank."""
+        config, rows = self.config, self.cohort.rows
+        if (bags := self.bags) is None:
+            return check_images(self.cohort, config.level, look=config.input_view, table=self.table)
+
+        def shape(row: Row) -> tuple[int, ...]:
+            try:
+                with bags.open(row) as bag:
+                    return bag.shape
+            except GigagradError as error:
+                raise ConfigError(f"{self.cohort.where(row)}: {error}") from error
+
+        with self.events.job("patches", len(rows)) as advance:
+
+            def tell(done: int, found: Sequence[int]) -> None:
+                advance(done, f"{rows[done - 1].name}: {found[0]} patches")
+
+            return tuple(Size(tuple(found), 1, False) for found in self.mesh.world.map(rows, shape, tell))
 
     def _contents(self, of: Callable[[Row], dict[str, str]]) -> dict[str, str]:
         """Return digests of files, each found by one rank."""
         found = self.mesh.world.map(self.cohort.rows, of)
         return {path: digest for each in found for path, digest in each.items()}
+
+    def _contents_of(self, row: Row) -> dict[str, str]:
+        corners = {} if self.config.patches is None else self.config.patches.contents(row)
+        return self.cohort.contents(row) | self._made_contents(row) | corners
 
     def _made_contents(self, row: Row) -> dict[str, str]:
         """Digest the label that the recipe has made of the row, if it has, by its name in the run's folder."""
@@ -165,6 +193,8 @@ class _Run:
             if self.mesh.first:
                 self._record(stack)
             self._label()
+            if self.features is not None:
+                self.features.compute(self.cohort, self.events, self.mesh.world)
             self._train()
             return self._test()
 
@@ -199,17 +229,27 @@ class _Run:
         trained = [pair for pair in zip(self.cohort.rows, self.sizes, strict=True) if pair[0].split == "train"]
         self.largest, _ = max(trained, key=lambda pair: math.prod(pair[1].shape))
         self.loss, rule = fit_loss(config, self.loss, self.cohort, self.sizes, self.table, self.model, self.events)
+        self.features = features_once(config, self.model, self.bags, self.largest, self.folder.features, self.events)
         self.dataset = Dataset(
-            rule, level=config.level, look=config.input_view, labels=self.folder.labels, table=self.table
+            rule,
+            level=config.level,
+            look=config.input_view,
+            labels=self.folder.labels,
+            table=self.table,
+            bags=self.bags,
+            features=self.features,
         )
-        grouped = self.loss.survival or len(bags_of(self.cohort.rows)) < len(self.cohort.rows)
+        grouped = self.loss.survival or len(cases_of(self.cohort.rows)) < len(self.cohort.rows)
         journal = self.folder.journal if config.journal else None
-        self.learner = Learner(config, self.model, self.loss, self.mesh, grouped=grouped, journal=journal)
+        computed = None if self.features is None else head_of(self.model)
+        self.learner = Learner(
+            config, self.model, self.loss, self.mesh, grouped=grouped, journal=journal, computed=computed
+        )
         if (groups := self.mesh.data.count) > config.accumulate:
             slides = f"{config.accumulate} slide{'s'[: config.accumulate - 1]}"
             text = f"a step has {slides} for {groups} groups of the mesh, so some have nothing to do (--accumulate)"
             self.events.emit(Notice(text, warning=True))
-        pixels = {row: math.prod(size.shape[1:]) for row, size in zip(self.cohort.rows, self.sizes, strict=True)}
+        pixels = {row: math.prod(size.shape) for row, size in zip(self.cohort.rows, self.sizes, strict=True)}
         self.steps = Steps(config, self.cohort, pixels, self.dataset, self.jitter, self.learner)
         self.engine = self.learner.engine
         if self.resumed is not None:
@@ -226,20 +266,21 @@ class _Run:
 
     def _plan(self) -> Plan:
         """Plan the largest training slide. Raises `BudgetError` while nothing has been written yet."""
-        row = self.largest
+        row, group = self.largest, self.learner.group
         if row.mask is None and row.label is None:
             # Its label does not exist yet; a plan only needs the shape and the dtype.
             with row.open(self.config.level) as slide:
                 blank = np.broadcast_to(np.zeros((), np.uint8), (1, *slide.shape[1:]))
                 seen = self.jitter.of(self.config.input_view.of(slide), self.config.seed, 0, 0)
                 return self._planned(seen, open_image(blank))
-        with self.dataset.open(row) as (slide, target):
-            seen = self.jitter.of(slide, self.config.seed, 0, 0)
-            if self.learner.group is not None:
-                return self.learner.group.plan(seen)
-            return self._planned(seen, target)
+        if self.features is not None:
+            zeros = self.features.blank(row)  # there are none yet
+            return self._planned(zeros, self.dataset.label(row)) if group is None else group.plan(zeros)
+        with self.dataset.open(row) as (opened, target):
+            shown = varied(opened, self.jitter, self.config.seed, 0, 0, augment=self.config.augment)
+            return self._planned(shown, target) if group is None else group.plan(shown)
 
-    def _planned(self, slide: Image, target: Image | torch.Tensor) -> Plan:
+    def _planned(self, slide: Image | Bag, target: Image | torch.Tensor) -> Plan:
         if self.mesh.data.count > 1:
             self.engine.check_independent(slide, target)
         return self.engine.plan(slide, target)
@@ -300,7 +341,7 @@ class _Run:
         self._note_state()
         self.saved_at = time.monotonic()
         try:
-            with self.events.job("train", config.epochs * len(self.steps.bags), config.model) as advance:
+            with self.events.job("train", config.epochs * len(self.steps.cases), config.model) as advance:
                 while not self._ended():
                     for chosen in self.steps.remaining(self.progress):
                         self._step(chosen, advance)
@@ -318,8 +359,8 @@ class _Run:
         waited = progress.epoch - progress.best_epoch
         return progress.epoch >= config.epochs or 0 < config.patience <= waited
 
-    def _step(self, chosen: Sequence[Bag], advance: Callable[[int, str], None]) -> None:
-        """Take one step with the mean gradient of some bags. Raises `ConfigError` if a loss is no longer a number."""
+    def _step(self, chosen: Sequence[Case], advance: Callable[[int, str], None]) -> None:
+        """Take one step with the mean gradient of some cases. Raises `ConfigError` if a loss is no longer a number."""
         progress, slides = self.progress, len(chosen)
 
         def tell(done: int, loss: float) -> None:
@@ -400,8 +441,9 @@ class _Run:
         self.mesh.world.barrier()  # behind whoever has written them
         # Built from what the user asked for; of the file, only the weights.
         model = load_weights(self.folder.best, resolve(config.model, published=False)).to(config.device)
+        tested = model if self.features is None else head_of(model)
         metric, scores, evaluation = test(
-            model, config, self.loss, self.dataset, self.table, self.cohort, self.events, self.mesh.world
+            tested, config, self.loss, self.dataset, self.table, self.cohort, self.events, self.mesh.world
         )
         result = FitResult(
             out=self.folder.path,
@@ -419,11 +461,14 @@ class _Run:
             named |= {name: value for name, value in measures.items() if value is not None}
             self.events.emit(MetricsLogged("test", self.progress.epoch, self.progress.step, named))
         if self.mesh.first:
-            with self.largest.open(config.level) as slide:
-                mpp = slide.mpp
+            with self._opened_largest() as seen:
+                mpp = seen.mpp
             try:
                 write_model(model, config, self.cohort, result, mpp)
             except ModelError as error:
                 self.events.emit(Notice(f"there is no {self.folder.model}: {error}", warning=True))
             result.save(model=config.model, parameters=sum(p.numel() for p in model.parameters()))
         return result
+
+    def _opened_largest(self) -> AbstractContextManager[Image | Bag]:
+        return self.largest.open(self.config.level) if self.bags is None else self.bags.open(self.largest)

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from gigagrad.boxes import Box, spread
 from gigagrad.cohorts import Cohort, Size, survival_of
 from gigagrad.config.fit import FitConfig
-from gigagrad.errors import ConfigError, TargetError
+from gigagrad.errors import ConfigError, ModelError, TargetError
 from gigagrad.events import Events, Notice
 from gigagrad.execution.compiling import compile as compile_engine
 from gigagrad.images import Image
@@ -28,6 +28,7 @@ from gigagrad.images.image import View
 from gigagrad.images.pixels import Pixels
 from gigagrad.losses import Loss
 from gigagrad.masks import IGNORED, ClassTable
+from gigagrad.prediction.slide_scores import ONE_ANSWER
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,18 +139,23 @@ def sample_mask(mask: Image, rule: TargetRule) -> set[int]:
     return seen
 
 
-def output_channels(model: nn.Module, shape: tuple[int, int, int]) -> int:
-    """Return the size of the model's channel axis for an image of this `(C, H, W)`, found without computing a pixel.
+def output_channels(model: nn.Module, shape: tuple[int, ...]) -> int:
+    """Return the size of the model's channel axis for an image of this `(C, H, W)`, or a bag of this `(N, C, h, w)`,
+    found without computing a pixel.
 
-    Raises `CaptureError` for a model that does not take such an image.
+    Raises `CaptureError` for a model that does not take such an image, `ModelError` for one that answers of each patch.
     """
+    batch = shape if len(shape) == 4 else (1, *shape)
     try:
         with torch.no_grad():
-            output = copy.deepcopy(model).to("meta")(torch.empty((1, *shape), dtype=torch.uint8, device="meta"))
-        return int(output.shape[1])
+            output = copy.deepcopy(model).eval().to("meta")(torch.empty(batch, dtype=torch.uint8, device="meta"))
+        found = tuple(map(int, output.shape))
     except Exception:  # of any model's own; capture can do more, and says in our words what is wrong
         graph = compile_engine(model).problem(torch.zeros((), dtype=torch.uint8).expand(shape)).graph
-        return graph[graph.output].shape[1]
+        found = graph[graph.output].shape
+    if len(shape) == 4 and (len(found) != 2 or found[0] != 1):
+        raise ModelError(f"the model's output is {found} for {shape[0]} patches, {ONE_ANSWER}")
+    return found[1]
 
 
 BALANCED = "balanced"
@@ -173,7 +179,7 @@ def fit_loss(
     labels = [row.label for row in cohort.rows if row.label is not None]
     dense = not labels
     asked = loss.class_ids or loss.survival or loss.binary
-    channels = output_channels(model, sizes[0].shape) if asked else 1
+    channels = output_channels(model, sizes[0].shape) if asked or config.patches is not None else 1
     _check_channels(config, loss, channels, labels, table)
     if dense and loss.class_ids and table is not None and channels > table.count:
         text = f"there are {table.count} classes, and {config.model} has {channels} outputs; no mask shows the others"

@@ -12,7 +12,7 @@ import dis
 import random
 import re
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import zip_longest
@@ -28,7 +28,7 @@ from torch.nn.modules import module as modules
 
 from gigagrad.errors import CaptureError
 from gigagrad.graphs.capture.constants import tensors_in
-from gigagrad.graphs.capture.loss_module import CLOSED, FakeCopy, LossModule, hook_error, is_user_code, user_line
+from gigagrad.graphs.capture.loss_module import CLOSED, HOOKS, FakeCopy, LossModule, hook_error, is_user_code, user_line
 from gigagrad.graphs.capture.slots import (
     MISSING,
     CacheSlot,
@@ -40,7 +40,7 @@ from gigagrad.graphs.capture.slots import (
     is_plain,
     same,
 )
-from gigagrad.graphs.capture.stand_ins import plain_types
+from gigagrad.graphs.capture.stand_ins import Calling, plain_types
 from gigagrad.graphs.capture.traversal import KEY, ExecutedCode, Traversal
 from gigagrad.graphs.capture.writes import Learned, own_gradient_error
 
@@ -119,6 +119,56 @@ class DryRun:
                 yield
         finally:
             self.snapshot.restore()
+
+    @contextmanager
+    def again(self, copy: FakeCopy) -> Iterator[Again]:
+        """Watch a later run of a copy, and undo afterwards what it changes outside of the copy."""
+        traversal = Traversal(roots_of(copy.module.model, copy.module.loss))
+        traversal.visit_executed(self.executed)
+        watched = Again(self.executed, Snapshot(traversal), copy)
+        try:
+            with plain_types(self.executed.users()):
+                yield watched
+            watched.left_nothing = not any(watched.changes())
+        finally:
+            watched.snapshot.restore()
+
+
+class Again:
+    """A forward after the dry run, which is watched. Of its copy it is known afterwards whether it `left_nothing`."""
+
+    def __init__(self, executed: ExecutedCode, snapshot: Snapshot, copy: FakeCopy) -> None:
+        self.snapshot, self.same_code, self.left_nothing = snapshot, False, False
+        self._executed, self._copy = executed, copy
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Watch the block, all code but that of PyTorch's own functions. Raises `CaptureError` as a dry run does."""
+        executed = ExecutedCode()
+
+        def call(func: Any, args: Any, kwargs: Any) -> Any:
+            if func in HOOKS:
+                raise hook_error(user_line(sys._getframe(2)))
+            sys.setprofile(None)
+            try:
+                return func(*args, **kwargs)
+            finally:
+                sys.setprofile(see)
+
+        def see(frame: FrameType, event: str, argument: Any) -> None:
+            if event == "call":
+                executed.add(frame)
+            elif event == "c_call":
+                _refuse_call(frame, argument)
+                executed.add_call(argument, frame)
+
+        with _profiler(see), Calling(call), _buffers_kept(self._copy.module):
+            yield
+        others = {(id(code), id(space)) for code, space in executed.users()} - self._executed.globals.keys()
+        self.same_code = not others and executed.unfollowed is None
+
+    def changes(self) -> Iterator[Change]:
+        return (c for c in self.snapshot.changes() if not self._copy.stands_for(c.after, c.before))
 
 
 class Snapshot:
@@ -378,29 +428,43 @@ def _profiled(executed: ExecutedCode, snapshot: Snapshot) -> Iterator[None]:
                 plain.add(frame.f_code, frame.f_globals)
         elif event == "return" and importing and importing[-1] is frame:
             importing.pop()
-        elif event == "c_call" and argument.__name__ == "run_backward":
-            raise own_gradient_error(user_line(frame))
-        elif event == "c_call" and argument.__name__ in _NODE_HOOKS and isinstance(argument.__self__, GradientNode):
-            raise hook_error(user_line(frame))
-        elif event == "c_call" and argument.__name__ in _SEEDING and argument.__self__ is torch.default_generator:
-            raise CaptureError(
-                f"the model or the loss sets PyTorch's generator at {user_line(frame)}, which would count while the "
-                "graph is made and not in its runs; seed before the engine is called or by gg.compile(seed=...), and "
-                "keep numbers that are to be the same in every call in a buffer (register_buffer)"
-            )
-        elif event == "c_call" and not importing:
-            executed.add_call(argument, frame)
+        elif event == "c_call":
+            _refuse_call(frame, argument)
+            if not importing:
+                executed.add_call(argument, frame)
 
     before: Any = sys.getprofile()
-    with plain_types() as plain:
-        sys.setprofile(see)
-        try:
-            yield
-        finally:
-            if before is None or callable(before):
-                sys.setprofile(before)
-            else:  # cProfile, before Python 3.12
-                before.enable()
+    with plain_types() as plain, _profiler(see):
+        yield
+
+
+@contextmanager
+def _profiler(see: Callable[[FrameType, str, Any], None]) -> Iterator[None]:
+    """Have Python tell a function of calls; a profiler of the user's pauses, unless the function tells it."""
+    before: Any = sys.getprofile()
+    sys.setprofile(see)
+    try:
+        yield
+    finally:
+        if before is None or callable(before):
+            sys.setprofile(before)
+        else:  # cProfile, before Python 3.12
+            before.enable()
+
+
+def _refuse_call(frame: FrameType, function: Any) -> None:
+    """Refuse calls of functions written in C that a graph cannot hold. Raises CaptureError."""
+    name = function.__name__
+    if name == "run_backward":
+        raise own_gradient_error(user_line(frame))
+    if name in _NODE_HOOKS and isinstance(function.__self__, GradientNode):
+        raise hook_error(user_line(frame))
+    if name in _SEEDING and function.__self__ is torch.default_generator:
+        raise CaptureError(
+            f"the model or the loss sets PyTorch's generator at {user_line(frame)}, which would count while the "
+            "graph is made and not in its runs; seed before the engine is called or by gg.compile(seed=...), and "
+            "keep numbers that are to be the same in every call in a buffer (register_buffer)"
+        )
 
 
 @contextmanager

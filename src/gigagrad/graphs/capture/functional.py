@@ -29,6 +29,8 @@ _COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
 _ATEN = torch.ops.aten
 _CAST = _ATEN.to.dtype
 _RESHAPING = {_ATEN.flatten.using_ints, _ATEN.reshape.default}
+_SPLITTING = _ATEN.unflatten.int
+_DROPOUT = _ATEN.dropout.default
 _NORM = _ATEN.batch_norm.default
 _TRAINED_NORM = _ATEN._native_batch_norm_legit_functional.default
 _FIXED_NORM = _ATEN._native_batch_norm_legit_no_training.default
@@ -60,7 +62,12 @@ def written_out(node: Node) -> tuple[Any, tuple[Any, ...], tuple[int, ...]]:
     op, given = node.target, cast(Any, node.args)
     if op in _OUT_OF_PLACE:
         return _OUT_OF_PLACE[op], given, (0,)
-    if op in _RESHAPING:
+    if op is _DROPOUT:
+        _, probability, training = given
+        if training and probability:
+            return _ATEN.native_dropout.default, given, ()
+        return _ATEN.clone.default, given[:1], ()
+    if op in _RESHAPING or op is _SPLITTING:
         return _ATEN.view.default, (given[0], list(node.meta["val"].shape)), ()
     if op is _NORM:
         *arguments, training, momentum, eps, _ = given
@@ -71,10 +78,17 @@ def written_out(node: Node) -> tuple[Any, tuple[Any, ...], tuple[int, ...]]:
 
 
 def written_tensor(node: Node) -> Node:
-    """Return the node that made a tensor: of operators that write in place that of the tensor into which they write."""
-    while node.target in _OUT_OF_PLACE:
+    """Return the node that made a tensor: of operators that write in place, or cast it to its own dtype, that of the
+    tensor which they are given.
+    """
+    while node.target in _OUT_OF_PLACE or casts_nothing(node):
         node = cast(Node, node.args[0])
     return node
+
+
+def casts_nothing(node: Node) -> bool:
+    """Tell whether a node casts a tensor to the dtype that it has."""
+    return node.target is _CAST and bool(node.all_input_nodes[0].meta["val"].dtype == node.meta["val"].dtype)
 
 
 def _without_views(program: ExportedProgram) -> set[Node]:
@@ -95,10 +109,12 @@ def _stays(node: Node, tensors: set[Node]) -> bool:
     op = node.target
     if node.op in ("placeholder", "output") or op is operator.getitem:
         return True
-    if op is _CAST or op in _RESHAPING:
+    if op is _CAST:
+        return len(node.args) == 2 and not node.kwargs
+    if op is _SPLITTING or op is _DROPOUT:
+        return True
+    if op in _RESHAPING:
         given, made = node.all_input_nodes[0].meta["val"], node.meta["val"]
-        if op is _CAST:
-            return len(node.args) == 2 and not node.kwargs and given.dtype != made.dtype
         return bool(given.is_contiguous() and given.shape != made.shape)
     if op in _OUT_OF_PLACE:
         dtypes = {read.meta["val"].dtype for read in node.all_input_nodes}

@@ -6,13 +6,16 @@ ties, `requires_grad`, PyTorch's own flags. New values of parameters and buffers
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import operator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 
-from gigagrad.graphs.capture.slots import Contents, Slot, same
+from gigagrad.graphs.capture.slots import Contents, Slot, Unchanged, same
 from gigagrad.graphs.capture.traversal import ExecutedCode, Traversal
+
+_meta_of = operator.attrgetter("shape", "dtype", "requires_grad", "device")
 
 
 class _Seen:
@@ -22,12 +25,24 @@ class _Seen:
         reached = Traversal(roots, executed)
         self.slots = [(slot, slot.read()) for slot in reached.slots]
         self.tensors = list({id(tensor): tensor for _, tensor in reached.tensors}.values())
-        self.metas = [_meta(tensor) for tensor in self.tensors]
+        self.metas = [*_metas(self.tensors)]
         number: dict[int, int] = {}
         self.ties = [(path, number.setdefault(id(tensor), len(number))) for path, tensor in reached.tensors]
         self.objects, self.kinds = reached.objects, list(map(type, reached.objects))
         self.unfollowed = reached.unfollowed
         self.flags = _flags()
+        self.moving = set[int]()
+        """The slots that have held other objects since, as good as those before."""
+        self.still = Unchanged(self.slots)
+        """All others."""
+
+    def note(self, moved: Mapping[int, Contents]) -> None:
+        """Note what some slots hold now, none of which counts as a change."""
+        for index, contents in moved.items():
+            self.slots[index] = self.slots[index][0], contents
+        if not self.moving.issuperset(moved):
+            self.moving.update(moved)
+            self.still = Unchanged(seen for index, seen in enumerate(self.slots) if index not in self.moving)
 
 
 class Guard:
@@ -48,11 +63,12 @@ class Guard:
         seen = self._seen
         if self.unfollowed is not None or seen.kinds != list(map(type, seen.objects)):
             return False
-        if seen.flags != _flags() or seen.metas != [_meta(tensor) for tensor in seen.tensors]:
+        if seen.flags != _flags() or not all(map(operator.eq, seen.metas, _metas(seen.tensors))):
             return False
-        moved = list[tuple[int, Contents]]()
+        moved = dict[int, Contents]()
         replaced = False
-        for index, (slot, then) in enumerate(seen.slots):
+        for index in seen.moving if seen.still.holds() else range(len(seen.slots)):
+            slot, then = seen.slots[index]
             if slot.holds(then):
                 continue
             now = slot.read()
@@ -60,15 +76,14 @@ class Guard:
             if found is None:
                 return False
             replaced = replaced or found
-            moved.append((index, now))
+            moved[index] = now
         if replaced:
             anew = _Seen(self._roots, self._executed)
             if (anew.ties, anew.metas) != (seen.ties, seen.metas):  # others are tied now
                 return False
             self._seen = anew
         else:
-            for index, now in moved:
-                seen.slots[index] = seen.slots[index][0], now
+            seen.note(moved)
         return True
 
     def renew(self) -> None:
@@ -89,15 +104,16 @@ class Guard:
                 return None
             if same(one, other):
                 continue
-            alike = isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor) and _meta(one) == _meta(other)
+            tensors = [value for value in (one, other) if isinstance(value, torch.Tensor)]
+            alike = len(tensors) == 2 and operator.eq(*_metas(tensors))
             if not alike or self._executed.asks_ids or any(one is tensor for tensor in self._bound):
                 return None
             replaced = True
         return replaced
 
 
-def _meta(tensor: torch.Tensor) -> tuple[Any, ...]:
-    return type(tensor), tensor.shape, tensor.dtype, tensor.requires_grad, tensor.device
+def _metas(tensors: list[torch.Tensor]) -> Iterator[tuple[Any, ...]]:
+    return zip(map(type, tensors), map(_meta_of, tensors), strict=True)
 
 
 def _flags() -> tuple[Any, ...]:

@@ -9,8 +9,8 @@ from __future__ import annotations
 import dataclasses
 import operator
 import threading
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
 from types import MappingProxyType
@@ -20,26 +20,22 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export import ExportedProgram
-from torch.export.graph_signature import InputKind
-from torch.fx import Node
 from torch.fx import traceback as fx_traceback
-from torch.utils._pytree import TreeSpec
 
-from gigagrad.errors import CaptureError, UnsupportedOperatorError
-from gigagrad.graphs import operators, ops
-from gigagrad.graphs.builder import Builder
-from gigagrad.graphs.capture.constants import Asked
+from gigagrad.errors import CaptureError
+from gigagrad.graphs import ops
+from gigagrad.graphs.capture.constants import Asked, tensors_in
+from gigagrad.graphs.capture.convert import Stored, convert, stored_tensors
 from gigagrad.graphs.capture.dry_run import DryRun, Effects, roots_of, run_dry
 from gigagrad.graphs.capture.explain import explained
-from gigagrad.graphs.capture.functional import functional, written_out, written_tensor
+from gigagrad.graphs.capture.functional import functional
 from gigagrad.graphs.capture.guard import Guard
-from gigagrad.graphs.capture.loss_module import CLOSED, SOURCE, FakeCopy, LossModule
+from gigagrad.graphs.capture.loss_module import CLOSED, FakeCopy, LossModule
+from gigagrad.graphs.capture.numbers import program_record, write
 from gigagrad.graphs.capture.stand_ins import ids_of, modules_themselves, quietly, state_kept
 from gigagrad.graphs.capture.traversal import Traversal
-from gigagrad.graphs.capture.writes import at
-from gigagrad.graphs.graph import Graph, InputSpec, Origin, Ref, references
-from gigagrad.graphs.op_rules import NotTileable
-from gigagrad.graphs.rewrites import lower
+from gigagrad.graphs.graph import Graph, InputSpec, same_bits
+from gigagrad.graphs.sizes import CallRecorder, Lines, Record
 from gigagrad.graphs.whole import WholeCost, count_whole
 
 assert ops.__all__, "importing the rules fills the registry"
@@ -49,23 +45,12 @@ _LOWERED = 2
 """Graphs kept of one program beside the first, by the pixels that fields may have to be whole."""
 _CAPTURING = threading.RLock()
 """Export exchanges functions of Python itself while it traces, and a dry run may undo no other thread's changes."""
+_PROGRAM, _AS_TRACED = "program", "as traced"
 Specs = InputSpec | tuple[InputSpec, ...]
-_IGNORED = frozenset(
-    {"aten._assert_tensor_metadata.default", "aten._assert_scalar.default", "aten.sym_constrain_range"}
-)
-Stored = tuple[tuple[int, ...], torch.dtype, bool]
-"""Shape and dtype of a parameter or buffer, and whether its gradient is asked for."""
-_MODEL, _LOSS = "model", "loss"
-_MOVING = frozenset(
-    f"aten.{name}"
-    for name in (
-        *("alias.default", "cat.default", "clone.default", "constant_pad_nd.default", "expand.default", "flip.default"),
-        "index.Tensor",
-        *("permute.default", "pixel_unshuffle.default", "roll.default", "select.int", "slice.Tensor"),
-        *("squeeze.dim", "squeeze.dims", "unsqueeze.default", "view.default"),
-    )
-)
-"""Operators on integers that compute nothing: of the floats in their place they make the same."""
+Way = bool | str
+"""A way to run a model: without a backward pass or with one, on the host; or forward alone, as it is traced."""
+Counted = tuple[WholeCost, Record | None]
+"""The cost of running a model, and the operators that ran."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -80,6 +65,8 @@ class Captured:
     left_out: tuple[str, ...]
     """Names of attributes that forward stores for somebody to look at, and nobody will find there."""
     asked: Asked
+    traced: Traced | None = None
+    """The program, where it may serve bags of other numbers of patches."""
 
     def holds(self, loss_module: LossModule) -> bool:
         """Tell whether `trace` would find the same."""
@@ -115,49 +102,155 @@ def trace(loss_module: LossModule, image: Specs, target: Specs | None) -> Captur
     """
     with _CAPTURING, state_kept():
         images, targets = _listed(image), _listed(target)
-        reached = Traversal(roots_of(loss_module.model, loss_module.loss))
-        inside = {id(tensor) for tensor in loss_module.tensors()}
-        outside = [tensor for _, tensor in reached.tensors if id(tensor) not in inside]
-        program, dry_run, whole = _exported(loss_module, image, target, [*outside, *reached.uncopied])
+        recorded, outside = any(spec.bag for spec in images), _outside(loss_module)
+        program, dry_run, counted = _exported(loss_module, image, target, outside, recorded)
         closed = {f"{CLOSED}.{index}": tensor for index, tensor in enumerate(dry_run.closed)}
-        given = ("image", images), ("target", targets)
-        named = [(op, f"{op}{index or ''}", spec) for op, specs in given for index, spec in enumerate(specs)]
         stored = stored_tensors(program, loss_module, closed, dry_run.frozen)
-        merging, has_loss = dry_run.writes.runs_again, loss_module.loss is not None
-
-        @lru_cache(maxsize=_LOWERED)
-        def lowered(whole_pixels: int) -> Graph:
-            made = convert(program, stored, named, closed, merging, has_loss, whole_pixels)
-            return dataclasses.replace(made, whole=whole)
-
-        graph = dataclasses.replace(lowered(0), coarse_whole=lowered)
+        records = {way: record for way, (_, record) in counted.items()}
+        records[_PROGRAM] = program_record(program) if recorded else None
+        has_loss = loss_module.loss is not None
+        traced = Traced(program, stored, closed, dry_run, has_loss, records, _ways(loss_module, recorded))
+        graph = traced.graph(images, targets, records[_PROGRAM], _costs(counted))
         if loss_module.loss is None and graph.source("image") is None:
             raise CaptureError("nothing that the model returns depends on the pixels of the image")
         guard = Guard(
             roots_of(loss_module.model, loss_module.loss, dry_run.generators), dry_run.executed, dry_run.closed
         )
         asked = Asked(dry_run.asked, closed)
-        return Captured(graph, guard, dry_run.effects, dry_run.frozen, dry_run.left_out, asked)
+        found = dry_run.effects, dry_run.frozen, dry_run.left_out
+        return Captured(graph, guard, *found, asked, traced if traced.is_complete else None)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Traced:
+    """A traced program, with all that its graphs need."""
+
+    program: ExportedProgram
+    stored: Mapping[str, Stored]
+    closed: dict[str, torch.Tensor]
+    dry_run: DryRun
+    has_loss: bool
+    records: Mapping[bool | str, Record | None]
+    """Records of the program, and of the operators that PyTorch runs in all `ways`."""
+    ways: tuple[Way, ...]
+
+    @property
+    def is_complete(self) -> bool:
+        """Tell whether all of it is recorded, and a forward leaves nothing behind that is not."""
+        behind = (self.dry_run.effects, self.dry_run.frozen, self.dry_run.left_out, self.dry_run.asked)
+        return not any(behind) and all(self.records.get(name) is not None for name in (*self.ways, _PROGRAM))
+
+    def graph(
+        self,
+        images: tuple[InputSpec, ...],
+        targets: tuple[InputSpec, ...],
+        record: Record | None,
+        costs: Mapping[bool, WholeCost],
+    ) -> Graph:
+        """Make the graph for inputs of these shapes, with the numbers of a record if there is one."""
+        given = ("image", images), ("target", targets)
+        named = [(op, f"{op}{index or ''}", spec) for op, specs in given for index, spec in enumerate(specs)]
+        merging, whole = self.dry_run.writes.runs_again, MappingProxyType(costs)
+
+        @lru_cache(maxsize=_LOWERED)
+        def lowered(whole_pixels: int) -> Graph:
+            with _CAPTURING:
+                if record is not None:
+                    write(self.program, record)
+                made = convert(self.program, self.stored, named, self.closed, merging, self.has_loss, whole_pixels)
+            return dataclasses.replace(made, whole=whole)
+
+        return dataclasses.replace(lowered(0), coarse_whole=lowered)
+
+
+def lines_through(one: Captured, size: int, two: Captured, other: int) -> Lines | None:
+    """Return what the graphs of one model for bags of two sizes have in common, for `trace_again`; None where others do
+    not follow from them.
+    """
+    if one.traced is None or two.traced is None:
+        return None
+    closed = [list(each.graph.closed.values()) for each in (one, two)]
+    same_closed = len(closed[0]) == len(closed[1]) and all(map(operator.is_, *closed))
+    if not (same_closed and same_bits(one.graph.constants, two.graph.constants)):
+        return None
+    return Lines.through(one.traced.records, size, two.traced.records, other)
+
+
+def trace_again(
+    loss_module: LossModule, image: Specs, target: Specs | None, known: Captured, lines: Lines, size: int
+) -> Captured | None:
+    """Return what `trace` would find for a bag of another size than those of `known` and of the other graph that the
+    lines go through, both of which hold; None where only that can tell.
+
+    The model runs as it is, on fake tensors, in all ways in which it will: the operators that it calls, in their order,
+    and all numbers that they are given have to be those on the lines, and the user's code that runs the same.
+    """
+    traced, found = known.traced, dict[Way, Counted]()
+    assert traced is not None
+    with _CAPTURING, state_kept(), _tracing():
+        mode, outside = FakeTensorMode(allow_non_fake_inputs=True), _outside(loss_module)
+        for way in traced.ways:
+            home = _home(loss_module) if way == _AS_TRACED else _HOST
+            copy = FakeCopy(loss_module, mode, outside, traced.dry_run.closed, home)
+            with traced.dry_run.again(copy) as again:
+                watched = again.watched() if way == traced.ways[0] else None
+                counted = _counted(copy, mode, _inputs(mode, image, target, home), home, way, True, watched)
+            if counted is None or counted[1] is None or not counted[1].is_same_as(lines.at(way, size)):
+                return None
+            if not again.left_nothing or (watched is not None and not again.same_code):
+                return None
+            found[way] = counted
+        graph = traced.graph(_listed(image), _listed(target), lines.at(_PROGRAM, size), _costs(found))
+    return dataclasses.replace(known, graph=graph, traced=None)
+
+
+def _home(loss_module: LossModule) -> torch.device:
+    """Return where a model is traced."""
+    return next((tensor.device for tensor in loss_module.tensors()), _HOST)
+
+
+def _ways(loss_module: LossModule, recorded: bool) -> tuple[Way, ...]:
+    """Return the ways in which a model runs to be counted; to be `recorded`, first that in which it is traced: with
+    gradients, on its own device.
+    """
+    counted = (True, False) if loss_module.loss is not None else (False,)
+    return (_AS_TRACED, *counted) if recorded and (_home(loss_module) != _HOST or True not in counted) else counted
+
+
+def _costs(counted: Mapping[Way, Counted]) -> dict[bool, WholeCost]:
+    return {way: cost for way, (cost, _) in counted.items() if isinstance(way, bool)}
+
+
+def _outside(loss_module: LossModule) -> list[Any]:
+    """Find what a copy of the loss module can only share with it: tensors that are not its own, and other objects."""
+    reached = Traversal(roots_of(loss_module.model, loss_module.loss))
+    inside = {id(tensor) for tensor in loss_module.tensors()}
+    return [*(tensor for _, tensor in reached.tensors if id(tensor) not in inside), *reached.uncopied]
+
+
+@contextmanager
+def _tracing() -> Iterator[None]:
+    with quietly(), torch.inference_mode(False), torch.enable_grad():
+        yield
 
 
 def _exported(
-    loss_module: LossModule, image: Specs, target: Specs | None, outside: list[torch.Tensor]
-) -> tuple[ExportedProgram, DryRun, Mapping[bool, WholeCost]]:
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
-    home = next((tensor.device for tensor in loss_module.tensors()), _HOST)
-    with quietly(), torch.inference_mode(False), torch.enable_grad():
+    loss_module: LossModule, image: Specs, target: Specs | None, outside: list[Any], recorded: bool
+) -> tuple[ExportedProgram, DryRun, dict[Way, Counted]]:
+    mode, home = FakeTensorMode(allow_non_fake_inputs=True), _home(loss_module)
+    with _tracing():
         inputs = _inputs(mode, image, target, home)
         try:
             # Around the tracing, not inside the module: an exported autocast region has lost its modules' names.
             with _autocast(home, loss_module.autocast):
                 dry_run = run_dry(loss_module, mode, inputs, outside)
-                whole = _whole_costs(loss_module, mode, _inputs(mode, image, target, _HOST), outside, dry_run)
+                counted = _whole_costs(loss_module, mode, (image, target), outside, dry_run, recorded)
                 # A copy of its own: a model may keep what its first forward made.
                 copy = FakeCopy(loss_module, mode, outside, dry_run.closed)
                 copy.known_writes = dry_run.writes
                 with dry_run.undone(), modules_themselves(), fx_traceback.preserve_node_meta():
                     exported = torch.export.export(copy.module, inputs, strict=False)
-                return functional(exported), dry_run, whole
+                return functional(exported), dry_run, counted
         except CaptureError:
             raise
         except Exception as error:
@@ -165,20 +258,47 @@ def _exported(
 
 
 def _whole_costs(
-    loss_module: LossModule, mode: FakeTensorMode, inputs: Any, outside: list[torch.Tensor], dry_run: DryRun
-) -> Mapping[bool, WholeCost]:
+    loss_module: LossModule,
+    mode: FakeTensorMode,
+    specs: tuple[Specs, Specs | None],
+    outside: list[Any],
+    dry_run: DryRun,
+    recorded: bool,
+) -> dict[Way, Counted]:
     """Count what plain autograd takes for the whole image, without and with gradients, as far as it can be counted.
 
     On the host, whatever the model's device: a backward of fake tensors on a GPU leaves autograd without its streams.
     """
-    found = dict[bool, WholeCost]()
-    for backward in (False, True) if loss_module.loss is not None else (False,):
-        copy = FakeCopy(loss_module, mode, outside, dry_run.closed, _HOST)
-        with dry_run.undone(), _autocast(_HOST, loss_module.autocast), ids_of(copy.ids), copy.replacing():
-            cost = count_whole(copy.module, inputs, mode, backward=backward)
-        if cost is not None:
-            found[backward] = cost
-    return MappingProxyType(found)
+    found = dict[Way, Counted]()
+    for way in _ways(loss_module, recorded):
+        home = _home(loss_module) if way == _AS_TRACED else _HOST
+        copy = FakeCopy(loss_module, mode, outside, dry_run.closed, home)
+        with dry_run.undone():
+            counted = _counted(copy, mode, _inputs(mode, *specs, home), home, way, recorded)
+        if counted is not None:
+            found[way] = counted
+    return found
+
+
+def _counted(
+    copy: FakeCopy,
+    mode: FakeTensorMode,
+    inputs: Any,
+    home: torch.device,
+    way: Way,
+    recorded: bool,
+    watched: AbstractContextManager[None] | None = None,
+) -> Counted | None:
+    recorder = CallRecorder([*copy.module.tensors(), *tensors_in(inputs)]) if recorded else None
+    with _autocast(home, copy.module.autocast), ids_of(copy.ids), copy.replacing():
+        cost = count_whole(
+            *(copy.module, inputs, mode),
+            backward=way is True,
+            grad=way is not False,
+            recorder=recorder,
+            watched=watched,
+        )
+    return None if cost is None else (cost, None if recorder is None else recorder.record())
 
 
 def _inputs(mode: FakeTensorMode, image: Specs, target: Specs | None, device: torch.device) -> tuple[Any, ...]:
@@ -199,196 +319,3 @@ def _autocast(home: torch.device, dtype: torch.dtype | None) -> AbstractContextM
 
 def _listed(specs: Specs | None) -> tuple[InputSpec, ...]:
     return () if specs is None else specs if isinstance(specs, tuple) else (specs,)
-
-
-def convert(
-    program: ExportedProgram,
-    stored: Mapping[str, Stored],
-    named: list[tuple[str, str, InputSpec]],
-    closed: dict[str, torch.Tensor],
-    merging: bool,
-    has_loss: bool,
-    whole_pixels: int,
-) -> Graph:
-    """Lower a program, with fields of at most so many pixels as whole tensors."""
-    builder = Builder(closed, merging=merging)
-    values: dict[str, Any] = {}
-    inputs, floats = iter(named), any(spec.read_dtype != spec.dtype for _, _, spec in named)
-    specs = {spec.arg.name: spec for spec in program.graph_signature.input_specs}
-    for node in program.graph.nodes:
-        if node.op == "placeholder":
-            spec = specs[node.name]
-            if spec.kind is InputKind.USER_INPUT:
-                op, name, given = next(inputs)
-                values[node.name] = builder.source(
-                    op, name, given.shape, given.read_dtype, field=given.field, differentiable=given.differentiable
-                )
-            elif spec.kind is InputKind.CONSTANT_TENSOR:
-                values[node.name] = builder.constant(spec.target, program.constants[spec.target])
-            else:
-                shape, dtype, asked = stored[spec.target]
-                op = spec.kind.name.lower()
-                values[node.name] = builder.source(op, spec.target, shape, dtype, field=False, differentiable=asked)
-        elif node.op == "call_function":
-            values[node.name] = _call(builder, node, values, whole_pixels)
-            if floats:
-                _check_floats(builder, node, values[node.name])
-        else:
-            assert node.op == "output", node.op
-    _note_updates(program, values, builder)
-    return builder.graph(*_outputs(program, values, builder, has_loss=has_loss), has_loss=has_loss)
-
-
-def _check_floats(builder: Builder, node: Node, made: Any) -> None:
-    """Check that an operator makes of floats what it makes of an image's integers in their place. Raises CaptureError
-    where it need not: integers wrap around, and halves hold fewer digits.
-    """
-    traced, op = node.meta.get("val"), str(written_out(node)[0])
-    if not isinstance(made, Ref) or not isinstance(traced, torch.Tensor) or op in _MOVING:
-        return
-    if traced.dtype != builder.node(made).dtype:
-        raise CaptureError(
-            f"the gradient of an image of integers is asked for, and {op} computes {traced.dtype} of them"
-            f"{at(_origin(node).source)}; begin the model with x.float(), or with Preprocess or Normalise"
-        )
-
-
-def _note_updates(program: ExportedProgram, values: dict[str, Any], builder: Builder) -> None:
-    """Note the new values of the buffers that the model writes while it runs."""
-    for spec in program.graph_signature.input_specs:
-        if spec.kind is InputKind.BUFFER and builder.node(values[spec.arg.name]).op != "buffer":
-            builder.updates[str(spec.target)] = builder.gather(values[spec.arg.name])
-    for spec in program.graph_signature.output_specs:
-        if spec.kind.name in ("BUFFER_MUTATION", "PARAMETER_MUTATION"):
-            builder.updates[str(spec.target)] = builder.gather(values[spec.arg.name])
-        elif spec.kind.name == "USER_INPUT_MUTATION":
-            raise CaptureError("the model or the loss writes into its input; let it work on a clone")
-
-
-def stored_tensors(
-    program: ExportedProgram, loss_module: LossModule, closed: dict[str, torch.Tensor], frozen: tuple[str, ...]
-) -> dict[str, Stored]:
-    """Describe what the program reads of the loss module and from outside, by name. Raises CaptureError for tensors
-    that ask for a gradient nobody would find, and those that have another shape than while they were traced.
-    """
-    found = dict[str, Stored]()
-    nodes = {node.name: node for node in program.graph.find_nodes(op="placeholder")}
-    for spec in program.graph_signature.input_specs:
-        kind, name, node = spec.kind, spec.target, nodes[spec.arg.name]
-        if kind is InputKind.CONSTANT_TENSOR and program.constants[name].requires_grad:
-            raise CaptureError(
-                f"the model or the loss uses a tensor of shape {tuple(program.constants[name].shape)}"
-                f"{at(_origin(next(iter(node.users), node)).source)} that asks for a gradient but is no parameter of a "
-                "module; make it an nn.Parameter of the model or of a loss module, or detach it"
-            )
-        if name is None or kind not in (InputKind.PARAMETER, InputKind.BUFFER):
-            continue
-        if name in closed:
-            tensor, dtype = closed[name], closed[name].dtype
-        else:
-            of_module = loss_module.get_parameter if kind is InputKind.PARAMETER else loss_module.get_buffer
-            tensor = of_module(name)
-            dtype = loss_module.dtype_of(tensor.dtype)
-        traced, real = tuple(node.meta["val"].shape), tuple(tensor.shape)
-        if traced != real:
-            raise CaptureError(
-                f"'{name}' has shape {real}, but the model gave it shape {traced} while it was traced; "
-                "run the model once on an image of this size, or make the tensor in every forward"
-            )
-        found[name] = real, dtype, kind is InputKind.PARAMETER and tensor.requires_grad and name not in frozen
-    return found
-
-
-def _call(builder: Builder, node: Node, values: dict[str, Any], whole_pixels: int) -> Any:
-    def replace(value: Any) -> Any:
-        if isinstance(value, Node):
-            return values[written_tensor(value).name]
-        if isinstance(value, list | tuple):
-            return [replace(item) for item in value]
-        return value
-
-    if node.target is operator.getitem:
-        source, index = replace(node.args[0]), node.args[1]
-        assert isinstance(index, int), node
-        if source[index] is None:
-            # An output that no tile rule delivers, such as the indices of max pooling: the operator again, whole.
-            assert isinstance(node.args[0], Node)
-            builder.origin = _origin(node.args[0])
-            values[node.args[0].name] = builder.whole_field(*_bound(node.args[0], replace)[:2])
-            return values[node.args[0].name][index]
-        return source[index]
-    if str(node.target) in _IGNORED:
-        return None
-    builder.origin = _origin(node)
-    op, arguments, written = _bound(node, replace)
-    try:
-        made = lower(builder, op, arguments, whole=_is_coarse(builder, node, arguments, whole_pixels))
-    except (NotTileable, NotImplementedError) as refused:
-        where, told = builder.origin, str(refused)
-        if isinstance(refused, NotImplementedError):
-            told = "PyTorch has no rule for what shape comes out of it; write it with other operators, on dense tensors"
-        raise UnsupportedOperatorError(op, where.module_path, where.source, told) from None
-    for index, tensor in written.items():
-        values[tensor] = made[index] if isinstance(made, list) else made
-    return made[0] if isinstance(made, list) and isinstance(node.meta.get("val"), torch.Tensor) else made
-
-
-def _is_coarse(builder: Builder, node: Node, arguments: dict[str, Any], most_pixels: int) -> bool:
-    """Say whether an operator makes images of at most so many pixels, and of no larger ones: what pools a large field,
-    or reduces it to numbers, has tiles.
-    """
-    made = node.meta.get("val")
-    made = made[0] if isinstance(made, tuple | list) and made else made
-    if not most_pixels or not isinstance(made, torch.Tensor) or made.ndim != 4:
-        return False
-    read = [builder.node(ref) for ref in references(arguments)]
-    pixels = [made.shape[-1] * made.shape[-2], *(one.size(0) * one.size(1) for one in read if one.is_field)]
-    return max(pixels) <= most_pixels and any(one.is_field or one.whole for one in read)
-
-
-def _bound(node: Node, replace: Callable[[Any], Any]) -> tuple[str, dict[str, Any], dict[int, str]]:
-    """Return a node's operator without writes, its arguments by name, and by the indices of its results the tensors
-    whose new values they are.
-    """
-    op, args, written = written_out(node)
-    kwargs = {name: replace(value) for name, value in node.kwargs.items()}
-    arguments = operators.bind(str(op), tuple(replace(value) for value in args), kwargs)
-    return str(op), arguments, {index: written_tensor(args[index]).name for index in written}
-
-
-def _origin(node: Node) -> Origin:
-    stack = node.meta.get("nn_module_stack") or {}
-    path = next((path for path, _ in reversed(list(stack.values())) if path), "")
-    path = "" if path == _LOSS else path.removeprefix(f"{_MODEL}.") if path != _MODEL else "model"
-    return Origin(path, (node.meta.get("custom") or {}).get(SOURCE, ""))
-
-
-def _outputs(
-    program: ExportedProgram, values: dict[str, Any], builder: Builder, *, has_loss: bool
-) -> tuple[list[Ref], TreeSpec | None]:
-    """Return the outputs of the loss or the model, and how they are nested; note the buffers that were replaced."""
-    specs = [s for s in program.graph_signature.output_specs if s.kind.name == "USER_OUTPUT"]
-    structure = program.call_spec.out_spec
-    # PyTorch 2.9 has no method for it, later versions no attribute.
-    returned, replaced = structure.children() if hasattr(structure, "children") else structure.children_specs
-    for name, spec in zip(replaced.context, specs[returned.num_leaves :], strict=True):
-        builder.updates[name] = builder.gather(values[spec.arg.name])
-    found = [values.get(getattr(spec.arg, "name", "")) for spec in specs[: returned.num_leaves]]
-    outputs = [value for value in found if isinstance(value, Ref)]
-    if has_loss:
-        if len(found) != 1 or not outputs:
-            raise CaptureError(
-                f"the loss must return one tensor, got {f'{len(found)} values' if outputs else 'something else'}; "
-                "return the one number that is to be minimised, a tensor without axes"
-            )
-        node = builder.node(outputs[0])
-        if node.is_field or len(node.shape) > 0:
-            raise CaptureError(
-                f"the loss must return a scalar, got a tensor of shape {node.shape}; reduce it with .mean() or .sum()"
-            )
-    if not outputs or len(outputs) != len(found):
-        raise CaptureError(
-            "the model must return tensors that are computed, got something else beside them; leave numbers, texts and "
-            "None out of what forward returns"
-        )
-    return outputs, None if returned.is_leaf() else returned

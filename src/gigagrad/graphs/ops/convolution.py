@@ -1,4 +1,5 @@
-"""Rule of convolution: by PyTorch's operator on crops; of few channels with several pixels of a row as one.
+"""Rule of convolution: by PyTorch's operator on crops; of few channels with several pixels of a row as one, or on a GPU
+by kernels of our own (`few_channels.py`).
 
 oneDNN fills a vector register with the channels of one pixel, so of few channels most of it is padding. In channels
 last g s pixels of a row that lie side by side are one of g s times the channels, which is a view, and make g outputs at
@@ -19,6 +20,7 @@ from gigagrad.boxes import Span
 from gigagrad.graphs.crops import bound_pad
 from gigagrad.graphs.graph import IMAGE_AXES, Axes
 from gigagrad.graphs.op_rules import Bound, Call, NotTileable, Site, Whole, aten, per_operand, register, require_nchw
+from gigagrad.graphs.ops import few_channels
 from gigagrad.graphs.ops.windows import (
     GROUPED,
     WindowRule,
@@ -226,10 +228,14 @@ class Convolution(WindowRule):
         y, x = (before if before == after and before > 0 else 0 for before, after in missing)
         (top, bottom), (left, right) = missing
         filled = bound_pad(IMAGE_AXES, ((top - y, bottom - y), (left - x, right - x)))
+        few = few_channels.wins(call.operands[1].shape, stride, dilation, groups, call.node.dtype)
+        size = site.out[0].length, site.out[1].length
         dense = call.operands[1].shape[2:] == (1, 1) and groups == 1 and _ONEDNN
 
         def run(operands: Sequence[Any]) -> torch.Tensor:
             x_NCHW, weight, bias = operands if len(operands) == 3 else (*operands, None)
+            if few and few_channels.runs_on(x_NCHW):
+                return few_channels.convolved(x_NCHW, weight, bias, stride, (top, left), size, values=values)
             x_NCHW = x_NCHW if filled is None else filled(x_NCHW)
             # To a kernel of one pixel dilation makes no difference, but with one thread PyTorch gives it to oneDNN only
             # if it is strided or dilated, and else takes a kernel of half the speed

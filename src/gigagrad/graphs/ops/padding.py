@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from gigagrad.boxes import Span
-from gigagrad.graphs.crops import View, bound_pad
+from gigagrad.graphs.crops import OnDevices, View, bound_pad
 from gigagrad.graphs.graph import Axes
 from gigagrad.graphs.op_rules import Bound, Call, NotTileable, OpRule, Saved, Site, aten, common_axes, register
 from gigagrad.graphs.ops.windows import inside_or_nearest, select
@@ -94,8 +94,8 @@ class Padding(OpRule):
             missing = inside.start - raw.start, raw.stop - inside.stop
             frame = (missing, (0, 0)) if axis == 0 else ((0, 0), missing)
             return bound_pad(field.spatial, frame, value=call["value"] or 0)
-        indices = [_fold(i, size, mode) - inside.start for i in range(raw.start, raw.stop)]
-        return lambda crop: select(crop, dim, torch.tensor(indices, device=crop.device))
+        indices = OnDevices(torch.tensor([_fold(i, size, mode) - inside.start for i in range(raw.start, raw.stop)]))
+        return lambda crop: select(crop, dim, indices.on(crop.device))
 
 
 register(Padding(), aten("pad"))

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from gigagrad.boxes import Span
+from gigagrad.graphs.crops import as_stored, batched, bound_view
 from gigagrad.graphs.graph import Axes, Node, Ref
 from gigagrad.graphs.op_rules import (
     Affine,
@@ -78,6 +79,10 @@ class Broadcasting(Pointwise):
     @staticmethod
     def _narrow(call: Call, tensor: torch.Tensor, site: Site) -> torch.Tensor:
         """Narrow a global operand to the crop, along the spatial axes that it varies along."""
+        if call.node.patches is not None:
+            sizes = [span.length for span in site.out]
+            view = bound_view(call.node.spatial, [span.start for span in site.out], sizes, call.node.patches.size)
+            return tensor if view is None else view(tensor)
         for axis, span in zip(call.node.spatial, site.out, strict=True):
             if -axis <= tensor.ndim and tensor.shape[axis] > 1:
                 tensor = tensor.narrow(axis, span.start, span.length)
@@ -202,7 +207,8 @@ class Normalise(Pointwise):
     """Pixels normalised by given statistics of their channel, which are global values."""
 
     def axes(self, call: Call, rank: int) -> Axes:
-        return require_nchw(call)
+        field = single_field(call)
+        return field.spatial if field.patches and field.spatial[0] == -rank else require_nchw(call)
 
     def error_gains(self, call: Call, read: Sequence[Gains], value: Callable[[Ref], torch.Tensor]) -> Gains | None:
         return scaled_gains(read[0], value(call["scale"]).abs())
@@ -218,10 +224,14 @@ class Counted(Pointwise):
         return 3 * 8 * out_pixels * (call.node.bytes_per_pixel // call.node.dtype.itemsize)
 
     def bind(self, call: Call, site: Site) -> Bound:
-        starts = [0] * len(call.node.shape)
-        for axis, span in zip(call.node.spatial, site.out, strict=True):
+        node = call.node
+        starts = [0] * len(node.stored_shape)
+        for axis, span in zip(node.stored_axes, site.out, strict=True):
             starts[axis] = span.start
-        return plain(call, starts=starts, shape=call.node.shape)
+        run, size = plain(call, starts=starts, shape=node.stored_shape), [span.length for span in site.out]
+        if node.patches is None:
+            return run
+        return lambda operands: batched(run([as_stored(operands[0], node, size), *operands[1:]]), node)
 
     def form(self, call: Call, axis: int, out: Span, operands: tuple[Span | None, ...]) -> Hashable | None:
         return None

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 
 from gigagrad.boxes import Span
-from gigagrad.graphs.crops import View
+from gigagrad.graphs.crops import OnDevices, View
 from gigagrad.graphs.graph import Axes, Ref
 from gigagrad.graphs.op_rules import (
     Bound,
@@ -222,10 +222,11 @@ class Resampling(OpRule):
     def _by_weights(axis: int, resize: Resize, inside: Span, out: Span) -> View:
         """Bind the sum of a few pixels along one axis."""
         index, weights = _taps(resize, out)
-        index, weights = index - inside.start, weights.reshape(len(index), *((-1, 1) if axis == 0 else (-1,)))
+        indices = OnDevices(index - inside.start)
+        shares = OnDevices(weights.reshape(len(index), *((-1, 1) if axis == 0 else (-1,))))
 
         def resized(crop_NCHW: torch.Tensor) -> torch.Tensor:
-            taps, factors = index.to(crop_NCHW.device), weights.to(crop_NCHW.device)
+            taps, factors = indices.on(crop_NCHW.device), shares.on(crop_NCHW.device)
             parts = [select(crop_NCHW, axis - 2, tap) for tap in taps]
             if len(parts) == 1:
                 return parts[0]

@@ -41,9 +41,11 @@ class Moving(Pointwise):
 
 def _spatial_dim(call: Call) -> int | None:
     """Return 0 or 1 if an operator's `dim` names y or x."""
-    rank, axes = len(call.operands[0].shape), call.operands[0].spatial
+    rank, field = len(call.operands[0].shape), call.operands[0]
     dim = call["dim"] % rank - rank
-    return axes.index(dim) if dim in axes else None
+    if dim in field.spatial and field.patches is not None:
+        raise NotTileable("it takes some of the patches, or joins them with others")
+    return field.spatial.index(dim) if dim in field.spatial else None
 
 
 class Concatenation(Moving):
@@ -52,6 +54,7 @@ class Concatenation(Moving):
     def axes(self, call: Call, rank: int) -> Axes:
         if len(call.fields) != len(call.operands):
             raise NotTileable("it joins a field with a value that has no spatial axes")
+        _spatial_dim(call)
         return common_axes(call)
 
     def needs(self, call: Call, axis: int, out: Span) -> tuple[Span | None, ...]:
@@ -88,6 +91,10 @@ class Slicing(Moving):
     """`slice` along any axis, with a step."""
 
     pixelwise = False
+
+    def axes(self, call: Call, rank: int) -> Axes:
+        _spatial_dim(call)
+        return common_axes(call)
 
     def needs(self, call: Call, axis: int, out: Span) -> tuple[Span | None, ...]:
         if _spatial_dim(call) != axis:
@@ -160,42 +167,6 @@ class Scatter(Moving):
         return field.spatial
 
 
-class Regroup(Moving):
-    """view / reshape / expand that leaves the two trailing spatial axes whole."""
-
-    lies = Layout.PACKED
-
-    def axes(self, call: Call, rank: int) -> Axes:
-        field = single_field(call)
-        if field.axes != (-2, -1) or rank < 2 or call.node.shape[-2:] != field.shape[-2:]:
-            raise NotTileable("it folds an axis of the image into another axis")
-        return -2, -1
-
-    def bind(self, call: Call, site: Site) -> Bound:
-        shape = [*call.node.shape[:-2], *(span.length for span in site.out)]
-
-        def run(operands: Sequence[Any]) -> torch.Tensor:
-            crop: torch.Tensor = operands[0]
-            return crop.reshape(shape)
-
-        return run
-
-
-class Expansion(Regroup):
-    """`expand` of axes that are not spatial."""
-
-    lies = Layout.VIEW
-
-    def bind(self, call: Call, site: Site) -> Bound:
-        shape = [*call.node.shape[:-2], *(span.length for span in site.out)]
-
-        def run(operands: Sequence[Any]) -> torch.Tensor:
-            crop: torch.Tensor = operands[0]
-            return crop.expand(shape)
-
-        return run
-
-
 class PixelShuffle(Moving):
     """Depth to space: every input pixel becomes a block of `factor x factor` output pixels (Shi et al., 2016)."""
 
@@ -240,7 +211,5 @@ register(AxisPermutation(), aten("permute transpose.int"))
 register(Unsqueeze(), aten("unsqueeze"))
 register(Removal(), aten("squeeze.dim squeeze.dims select.int"))
 register(Scatter(), aten("select_scatter slice_scatter"))
-register(Regroup(), aten("view reshape _unsafe_view"))
-register(Expansion(), aten("expand"))
 register(PixelShuffle(), aten("pixel_shuffle"))
 register(PixelUnshuffle(), aten("pixel_unshuffle"))

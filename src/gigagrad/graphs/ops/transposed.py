@@ -3,7 +3,7 @@
 With stride s and kernel k, output `o = s q + r - p` gets from input `q - t` the tap `t s + r` (r < s, t < ceil(k / s)).
 All outputs of a block q are thus one matrix product of the few inputs around it, which few-channel, large-stride layers
 run about twice as fast as the direct kernel, whose vectors are mostly padding there
-(docs/decisions/0003-block-product.md).
+(docs/decisions/0003-block-product.md). On a GPU those of few channels run by kernels of our own (`few_channels.py`).
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from gigagrad.boxes import Span
 from gigagrad.graphs.crops import bound_pad, crop_view
 from gigagrad.graphs.graph import IMAGE_AXES
 from gigagrad.graphs.op_rules import Bound, Call, Site, aten, per_operand, register
+from gigagrad.graphs.ops import few_channels
 from gigagrad.graphs.ops.windows import (
     GROUPED,
     Window,
@@ -91,7 +92,24 @@ class TransposedConvolution(WindowRule):
         return inside.length, cut.padding, cut.output_padding
 
     def bind(self, call: Call, site: Site) -> Bound:
-        return self._by_blocks(call, site) if self.suits_blocks(call) else self._by_kernel(call, site)
+        bound = self._by_blocks(call, site) if self.suits_blocks(call) else self._by_kernel(call, site)
+        stride, dilation, weight = pair(call["stride"]), pair(call["dilation"]), call.operands[1].shape
+        if not few_channels.wins(weight, stride, dilation, call["groups"], call.node.dtype):
+            return bound
+        (y, x), size = (self._before(call, site, axis) for axis in (0, 1)), [span.length for span in site.out]
+
+        def run(operands: Sequence[Any]) -> torch.Tensor:
+            if not few_channels.runs_on(operands[0]):
+                return bound(operands)
+            x_NCHW, weight, bias = operands if len(operands) == 3 else (*operands, None)
+            return few_channels.transposed(x_NCHW, weight, bias, stride, (y, x), (size[0], size[1]))
+
+        return run
+
+    def _before(self, call: Call, site: Site, axis: int) -> int:
+        """Count the pixels that a crop's inputs reach before the output begins."""
+        window = self.window(call, axis)
+        return site.out[axis].start + window.padding - site.inside[axis].start * window.stride
 
     def form(self, call: Call, axis: int, out: Span, operands: tuple[Span | None, ...]) -> Hashable | None:
         assert operands[0] is not None

@@ -7,11 +7,14 @@ value as an image again, it becomes a field and is read box by box.
 
 from __future__ import annotations
 
+from contextlib import suppress
+from math import prod
 from typing import Any
 
 from gigagrad.graphs.builder import ON_FIELDS, STRUCTURE, Builder
-from gigagrad.graphs.graph import IMAGE_AXES, Axes, Ref, references
+from gigagrad.graphs.graph import EACH, IMAGE_AXES, Axes, Patches, Ref, references
 from gigagrad.graphs.op_rules import NoPixels, NotTileable, lookup
+from gigagrad.graphs.ops.each import takes_apart
 from gigagrad.graphs.rewrites import random, reductions, structure
 
 __all__ = ["lower", "random", "reductions", "structure"]
@@ -25,6 +28,9 @@ def lower(builder: Builder, op: str, arguments: dict[str, Any], *, whole: bool =
         return builder.whole_field(op, arguments)
     arguments = _as_fields(builder, op, arguments)
     reads_field = any(builder.is_field(ref) for ref in references(arguments))
+    if takes_apart(op) and any(builder.node(ref).patches for ref in references(arguments)):
+        with suppress(NotTileable):
+            return builder.call(f"{EACH}{op}", arguments)
     rewrite = STRUCTURE.get(op) or (ON_FIELDS.get(op) if reads_field else None)
     try:
         return builder.call(op, arguments) if rewrite is None else rewrite(builder, op, arguments)
@@ -38,21 +44,23 @@ def lower(builder: Builder, op: str, arguments: dict[str, Any], *, whole: bool =
 
 def _as_fields(builder: Builder, op: str, arguments: dict[str, Any]) -> dict[str, Any]:
     """Turn values of whole-field operators into fields where this operator works on images or beside fields."""
-    axes = next((builder.node(ref).axes for ref in references(arguments) if builder.is_field(ref)), None)
-    if axes is None:
+    field = next((builder.node(ref) for ref in references(arguments) if builder.is_field(ref)), None)
+    if field is None:
         first = next(iter(arguments.values()), None)
         if lookup(op).on_images and isinstance(first, Ref) and len(builder.node(first).shape) == 4:
-            return {**arguments, next(iter(arguments)): _scattered(builder, first, IMAGE_AXES, least=2)}
+            return {**arguments, next(iter(arguments)): _scattered(builder, first, IMAGE_AXES, None, least=2)}
         return arguments
-    return {name: _scattered(builder, value, axes, least=1) for name, value in arguments.items()}
+    axes, patches = field.spatial, field.patches
+    return {name: _scattered(builder, value, axes, patches, least=1) for name, value in arguments.items()}
 
 
-def _scattered(builder: Builder, value: Any, axes: Axes, *, least: int) -> Any:
+def _scattered(builder: Builder, value: Any, axes: Axes, patches: Patches | None, *, least: int) -> Any:
     """Turn whole values that are longer than one along at least `least` of the two axes into fields."""
     if isinstance(value, list | tuple):
-        return [_scattered(builder, item, axes, least=least) for item in value]
+        return [_scattered(builder, item, axes, patches, least=least) for item in value]
     if not isinstance(value, Ref) or not builder.node(value).whole:
         return value
     shape = builder.node(value).shape
     long = sum(-axis <= len(shape) and shape[axis] > 1 for axis in axes)
-    return builder.scatter(value, axes) if long >= least and -min(axes) <= len(shape) else value
+    fits = long >= least and -min(axes) <= len(shape) and (patches is None or prod(patches) == shape[axes[0]])
+    return builder.scatter(value, axes, patches) if fits else value

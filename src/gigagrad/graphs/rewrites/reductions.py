@@ -19,6 +19,8 @@ from gigagrad.graphs.graph import FIELD_BINS, FIELD_MAX, MOMENTS, Ref
 from gigagrad.graphs.op_rules import NotTileable, Whole, aten, register
 from gigagrad.graphs.ops.pointwise import PIXEL_LOSSES
 
+_MOST_POOLED = 16
+"""Rows of weights up to which features are added up tile by tile: each row is a pass over them."""
 _NONE, _MEAN = 0, 1  # ATen's codes for a loss's reduction; 2 is the sum
 
 register(Whole(differentiable=False), [FIELD_MAX])
@@ -45,6 +47,24 @@ def _total(builder: Builder, field: Ref, dims: list[int], *, mean: bool, keepdim
     if mean:
         total = builder.aten("div.Tensor", total, math.prod(node.shape[dim] for dim in dims))
     return builder.to_dtype(total, node.dtype) if node.dtype.is_floating_point else total
+
+
+@rewrites(ON_FIELDS, aten("matmul mm"))
+def _weighted_sum(builder: Builder, op: str, arguments: dict[str, Any]) -> Ref:
+    """Rewrite few rows of weights `(K, N)`, known for all patches, times their features `(N, D)`: sums over patches."""
+    (weights, features), rows = arguments.values(), list[Ref]()
+    node = builder.node(features)
+    pools = node.patches is not None and len(node.shape) == 2 and node.spatial[0] == -2
+    count = builder.node(weights).shape[0]
+    if not pools or builder.is_field(weights) or len(builder.node(weights).shape) != 2 or count > _MOST_POOLED:
+        return builder.one(op, arguments)
+    for row in range(count):
+        of_patches = builder.aten("unsqueeze.default", builder.aten("select.int", weights, 0, row), -1)
+        if builder.node(of_patches).whole:
+            of_patches = builder.scatter(of_patches, node.spatial, node.patches)
+        rows.append(builder.field_sum(builder.aten("mul.Tensor", of_patches, features), [0], keepdim=True))
+    total = rows[0] if count == 1 else builder.aten("cat.default", rows, 0)
+    return builder.to_dtype(total, node.dtype)
 
 
 @rewrites(ON_FIELDS, aten("var var.dim var.correction var_mean var_mean.dim var_mean.correction"))
@@ -225,10 +245,13 @@ def _batch_norm(builder: Builder, op: str, arguments: dict[str, Any]) -> Any:
         raise NotTileable("batch normalisation by given statistics that returns new ones")
     field = arguments["input"]
     running: tuple[Any, Any] = arguments.get("running_mean"), arguments.get("running_var")
-    images, _, height, width = builder.nchw(field)
-    if images * height * width == 1:
+    node = builder.node(field)
+    rank = len(node.shape)
+    if node.patches is None or node.spatial[0] != -rank:
+        builder.nchw(field)
+    if math.prod(node.shape) == node.shape[1]:
         raise NotTileable("training-mode batch normalisation of a single value per channel")
-    moments = builder.reduction(MOMENTS, field, [0, 2, 3])
+    moments = builder.reduction(MOMENTS, field, [dim for dim in range(rank) if dim != 1])
     mean, variance = builder.mean_and_variance(moments)
     output = _normalised(builder, field, mean, variance, arguments["eps"], arguments["weight"], arguments["bias"])
     if running[0] is None:

@@ -1,0 +1,193 @@
+"""Draw what lies over a slide tile by tile: class ids in their colours or outlined, probabilities by a colour map."""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, Final, Literal, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gigagrad.boxes import Box
+from gigagrad.errors import ConfigError
+from gigagrad.images import MaskClass
+from gigagrad.images.pixels import Array
+from gigagrad.masks.classes import IGNORED
+from gigagrad.prediction.classes import as_bytes, mask_classes
+from gigagrad.view.pyramids import AGREED, FALSE, MISSED, OTHER_CLASS, Pyramid
+
+Picture = NDArray[np.uint8]
+
+_LINE_PX: Final = 3
+_MOST_HIDDEN: Final = 255
+_JPEG_QUALITY: Final = 90
+_VIRIDIS: Final = (
+    *((68, 1, 84), (71, 44, 122), (59, 81, 139), (44, 113, 142), (33, 144, 141)),
+    *((39, 173, 129), (92, 200, 99), (170, 220, 50), (253, 231, 37)),
+)
+"""Matplotlib's colour map viridis (CC0) at nine places: as even in grey as in colours."""
+_SEEN_FROM: Final = 0.25
+"""Probabilities from here on are drawn opaque, and smaller ones the fainter the smaller they are."""
+
+ERRORS: Final = (
+    MaskClass(AGREED, "right", (0, 158, 115)),
+    MaskClass(MISSED, "missed (labelled, not predicted)", (230, 159, 0)),
+    MaskClass(FALSE, "false (predicted, not labelled)", (0, 114, 178)),
+    MaskClass(OTHER_CLASS, "another class", (204, 121, 167)),
+)
+"""Kinds of pixels of a prediction beside a label, in colours of Okabe and Ito (2008)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Style:
+    """Choices of whoever looks: filled or outlined, which classes are not drawn, which channel of probabilities is."""
+
+    form: Literal["fill", "outline"] = "fill"
+    hidden: frozenset[int] = frozenset()
+    channel: int = 0
+
+    @classmethod
+    def parse(cls, query: Mapping[str, str]) -> Self:
+        """Read the part of an address behind the question mark. Raises `ConfigError` for what is none of these."""
+        form, hidden, channel = (query.get(name, "") for name in ("form", "hide", "channel"))
+        if not (
+            set(query) <= {"form", "hide", "channel"}
+            and form in ("", "fill", "outline")
+            and re.fullmatch(r"(\d{1,3}(,\d{1,3})*)?", hidden, re.ASCII)
+            and re.fullmatch(r"\d{0,5}", channel, re.ASCII)
+        ):
+            raise ConfigError("unknown style of a tile; expected form=fill or outline, hide=1,2 and channel=0")
+        numbers = frozenset(min(int(number), _MOST_HIDDEN) for number in filter(None, hidden.split(",")))
+        return cls("outline" if form == "outline" else "fill", numbers, int(channel or 0))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Layer:
+    """A picture over a slide: `classes`, `errors` (ids of `ERRORS`) or `probabilities`, a channel for each of classes.
+
+    `name` is what a person calls it; `part` is where it lies, in pixels of the slide's level 0, None for all of it.
+    `live`: tiles are computed when they are asked for, by a network.
+    """
+
+    name: str
+    kind: Literal["classes", "errors", "probabilities"]
+    pyramid: Pyramid
+    classes: tuple[MaskClass, ...]
+    part: Box | None = None
+    live: bool = False
+
+    def picture(self, level: int, column: int, row: int, style: Style) -> bytes | None:
+        """Draw a tile as a PNG with transparency, None for a tile that there is not. Raises `ImageError`."""
+        margin = _LINE_PX if style.form == "outline" and self.kind != "probabilities" else 0
+        box = self.pyramid.tile(level, column, row, margin)
+        if box is None:
+            return None
+        pixels = self.pyramid.read(level, box)
+        if self.kind == "probabilities":
+            return png(as_levels(pixels[min(style.channel, len(pixels) - 1)]), _map_of_probabilities())
+        ids = as_bytes(pixels[0])
+        if style.form == "outline":
+            ids = _outlined(ids, margin)
+        return png(ids, palette(self.classes, style.hidden))
+
+    def value(self, y: float, x: float) -> str:
+        """Say what is at a place, in shares of the height and width: a class, or probabilities."""
+        height, width = self.pyramid.shapes[0]
+        row, column = min(int(y * height), height - 1), min(int(x * width), width - 1)
+        found = self.pyramid.read(0, Box(row, column, row + 1, column + 1))[:, 0, 0]
+        if self.kind == "probabilities":
+            shares = found / 255 if found.dtype == np.uint8 else found
+            named = [kind.name for kind in self.classes] if len(self.classes) == len(shares) else []
+            return ", ".join(
+                f"{f'{named[number]} ' if named and len(shares) > 1 else ''}{share:.3f}"
+                for number, share in enumerate(shares.tolist())
+            )
+        number = int(found[0])
+        known = next((kind.name for kind in self.classes if kind.id == number), None)
+        return known or {0: "background", IGNORED: "ignored"}.get(number, f"class {number}")
+
+
+def classes_in(ids: Array, known: Sequence[MaskClass] = ()) -> tuple[MaskClass, ...]:
+    """Return the classes of a mask: those that are known, and those of which pixels are seen."""
+    names = {kind.id: kind for kind in known}
+    numbers = (set(np.unique(as_bytes(ids)).tolist()) | set(names)) - {0, IGNORED}
+    usual = mask_classes(max(numbers, default=0)) if numbers else ()
+    return tuple(names.get(number, usual[number - 1]) for number in sorted(numbers))
+
+
+def palette(classes: Sequence[MaskClass], hidden: frozenset[int]) -> Picture:
+    """Return red, green, blue and opacity for each of 256 ids: 0, what is ignored and what is hidden are not seen."""
+    colours = np.zeros((256, 4), np.uint8)
+    for kind in (*mask_classes(254), *classes):
+        if kind.id not in (0, IGNORED):
+            colours[kind.id] = (*kind.color, 255)
+    colours[sorted(hidden), 3] = 0
+    return colours
+
+
+@cache
+def _map_of_probabilities() -> Picture:
+    """Return red, green, blue and opacity for each of 256 levels."""
+    at = np.linspace(0, len(_VIRIDIS) - 1, 256)
+    colours = [np.interp(at, np.arange(len(_VIRIDIS)), channel) for channel in np.transpose(_VIRIDIS)]
+    opacity = np.clip(np.linspace(0, 255 / _SEEN_FROM, 256), 0, 255)
+    return np.stack([*colours, opacity], axis=1).round().astype(np.uint8)
+
+
+def as_levels(shares: Array) -> Picture:
+    """Turn probabilities, of 1 or of 255, into levels of 0 to 255."""
+    if shares.dtype == np.uint8:
+        return shares
+    levels: Picture = np.clip(np.rint(np.nan_to_num(shares) * 255), 0, 255).astype(np.uint8)
+    return levels
+
+
+def _outlined(ids: Picture, margin: int) -> Picture:
+    """Keep of each region the pixels near another one; the margin around them is cut off."""
+    inner = ids[margin:-margin, margin:-margin]
+    border = np.zeros(inner.shape, bool)
+    height, width = inner.shape
+    for offset in range(1, _LINE_PX + 1):
+        for dy, dx in ((offset, 0), (-offset, 0), (0, offset), (0, -offset)):
+            beside = ids[margin + dy : margin + dy + height, margin + dx : margin + dx + width]
+            border |= beside != inner
+    return np.where(border, inner, np.uint8(0))
+
+
+def png(levels: Picture, colours: Picture) -> bytes:
+    """Encode `(h, w)` levels with a palette of 256 colours, the opacity of each beside it."""
+    from PIL import Image as Pillow
+
+    picture = Pillow.fromarray(np.ascontiguousarray(levels))
+    picture.putpalette(colours[:, :3].tobytes())
+    file = io.BytesIO()
+    picture.save(file, "PNG", transparency=colours[:, 3].tobytes(), compress_level=1)
+    return file.getvalue()
+
+
+def jpeg(pixels_HWC: Picture) -> bytes:
+    """Encode grey or RGB."""
+    import imagecodecs
+
+    return bytes(imagecodecs.jpeg_encode(np.ascontiguousarray(pixels_HWC), level=_JPEG_QUALITY))
+
+
+@dataclass(frozen=True, slots=True)
+class Shades:
+    """Turns the samples of a slide into bytes to look at: between two values, the same for all of its channels."""
+
+    low: float
+    high: float
+
+    def of(self, pixels: Array) -> Picture:
+        """Turn `(C, h, w)` into `(h, w, 3)`, or `(h, w)` of one or two channels."""
+        shown: Any = pixels[:3] if len(pixels) >= 3 else pixels[0]
+        if shown.dtype != np.uint8 or (self.low, self.high) != (0, 255):
+            inside = np.nan_to_num(np.clip(shown.astype(np.float32), self.low, self.high), nan=self.low)
+            shown = np.rint((inside - self.low) * (255 / (self.high - self.low))).astype(np.uint8)
+        picture: Picture = shown.transpose(1, 2, 0) if shown.ndim == 3 else shown
+        return picture

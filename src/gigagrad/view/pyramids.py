@@ -1,0 +1,249 @@
+"""Cut images into the tiles that a page asks for: of the levels that a file has, and of coarser ones made of them.
+
+A level that no file has is made of the one above it: means of 2 x 2 px of colours, every second pixel of class ids.
+Coarse tiles of a file without a pyramid are kept, so that it is decoded once for all views of it; what is held of each
+level is bounded, and each is a quarter of the one above it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gigagrad.boxes import Box
+from gigagrad.images import Image
+from gigagrad.images.pixels import Array, TileCache
+from gigagrad.images.views import Resampled
+from gigagrad.masks import AnnotationMask, ClassTable, Outlines
+from gigagrad.masks.classes import IGNORED
+
+TILE: Final = 512
+"""Side of a tile in pixels: few requests for a screen, and few pixels that nobody sees."""
+Ids = NDArray[np.uint8]
+Shapes = tuple[tuple[int, int], ...]
+
+_KEPT_BYTES: Final = 48 * 2**20
+"""The most that made tiles of one level take: those of an eighth of the size of a gigapixel in colours do."""
+_WORTH_KEEPING: Final = 4
+"""From this many pixels a side on that a tile is made of, it is kept; finer ones are made again."""
+_NEXT_LEVEL: Final = 2.9
+"""From this ratio on to the next level of a file, one is made between them."""
+
+
+class Pyramid(ABC):
+    """A picture at several sizes. `shapes` are `(height, width)` of each level, the largest first."""
+
+    shapes: Shapes
+
+    @abstractmethod
+    def read(self, level: int, box: Box) -> Array:
+        """Read the pixels of a box of a level, `(C, box.height, box.width)`; thread-safe."""
+
+    def tile(self, level: int, column: int, row: int, margin: int = 0) -> Box | None:
+        """Return the box of a tile with so many pixels around it, None for a tile that there is not."""
+        if not (0 <= level < len(self.shapes) and column >= 0 and row >= 0):
+            return None
+        box = Box(row * TILE, column * TILE, (row + 1) * TILE, (column + 1) * TILE).clamp(*self.shapes[level])
+        return None if box.empty else Box(box.y0 - margin, box.x0 - margin, box.y1 + margin, box.x1 + margin)
+
+
+class ImagePyramid(Pyramid):
+    """The levels of an image, and those between and below them that it lacks.
+
+    `ids`: its pixels are class ids, of which none is between two others. Levels of a file are opened when they are
+    first asked for; closing this closes them, not the image.
+    """
+
+    def __init__(self, image: Image, *, ids: bool = False, coarsest: int | None = None) -> None:
+        """Make `coarsest` the last level, in halvings of the first one; None goes on until one tile holds it all."""
+        self._image, self._ids = image, ids
+        self._stored: list[int | None] = []
+        """The level of the file that each level is; None for one that is made of the level before it."""
+        self._opened: dict[int, Image] = {}
+        self._lock = threading.Lock()
+        shapes = self._shapes()
+        if coarsest is not None:
+            shapes = shapes[: coarsest + 1]
+        self.shapes = tuple(shapes)
+        self._made = [TileCache(_KEPT_BYTES) for _ in shapes]
+
+    def _shapes(self) -> list[tuple[int, int]]:
+        first = next(i for i, level in enumerate(self._image.levels) if level.shape == self._image.shape[1:])
+        found: list[tuple[int, int]] = []
+        following = list(enumerate(self._image.levels))[first:]
+        while True:
+            height, width = found[-1] if found else (0, 0)
+            while following and found and max(following[0][1].shape) * 1.1 >= max(height, width):
+                following.pop(0)  # of the same size, or larger again
+            ratio = max(height, width) / max(following[0][1].shape) if following else 0
+            if following and (not found or ratio < _NEXT_LEVEL):
+                index, level = following.pop(0)
+                found.append(level.shape)
+                self._stored.append(index)
+            elif max(height, width) > TILE:
+                found.append((-(-height // 2), -(-width // 2)))
+                self._stored.append(None)
+            else:
+                return found
+
+    def read(self, level: int, box: Box) -> Array:
+        stored = self._stored[level]
+        if stored is not None:
+            return np.asarray(self._level(stored).read(box))
+        height, width = self.shapes[level]
+        inside = box.clamp(height, width)
+        if inside != box or box.height > TILE or box.width > TILE or (box.y0 % TILE or box.x0 % TILE):
+            return self._pieced(level, box)
+        if self._decoded(level) < _WORTH_KEEPING:
+            return self._halved(level, box)
+        return self._made[level].get((level, box), lambda key: self._halved(*key))
+
+    def _pieced(self, level: int, box: Box) -> Array:
+        """Put a box together from tiles; what lies outside is 0 of ids, and the image's fill otherwise."""
+        canvas = np.full((self._image.channels, *box.shape), 0 if self._ids else self._image.fill, self._dtype)
+        inside = box.clamp(*self.shapes[level])
+        for row in range(inside.y0 // TILE, -(-inside.y1 // TILE)):
+            for column in range(inside.x0 // TILE, -(-inside.x1 // TILE)):
+                tile = self.tile(level, column, row)
+                assert tile is not None
+                part = inside.intersect(tile)
+                to, of = part.shift(-box.y0, -box.x0), part.shift(-tile.y0, -tile.x0)
+                pixels = self.read(level, tile)
+                canvas[:, to.y0 : to.y1, to.x0 : to.x1] = pixels[:, of.y0 : of.y1, of.x0 : of.x1]
+        return canvas
+
+    def _halved(self, level: int, box: Box) -> Array:
+        """Make a tile of four of the level above."""
+        finer = Box(2 * box.y0, 2 * box.x0, 2 * box.y1, 2 * box.x1).clamp(*self.shapes[level - 1])
+        if self._stored[level - 1] is not None:  # at once, so that several threads decode it
+            return self._small(self.read(level - 1, finer))
+        made = np.empty((self._image.channels, *box.shape), self._dtype)
+        for y in range(finer.y0, finer.y1, TILE):
+            for x in range(finer.x0, finer.x1, TILE):
+                part = Box(y, x, min(y + TILE, finer.y1), min(x + TILE, finer.x1))
+                small = self._small(self.read(level - 1, part))
+                y0, x0 = y // 2 - box.y0, x // 2 - box.x0
+                made[:, y0 : y0 + small.shape[1], x0 : x0 + small.shape[2]] = small
+        return made
+
+    def _small(self, pixels: Array) -> Array:
+        return pixels[:, ::2, ::2] if self._ids else _means(pixels)
+
+    def _decoded(self, level: int) -> int:
+        """Return how many pixels of a stored level, a side, a pixel of this level is made of."""
+        made = 0
+        while self._stored[level - made] is None:
+            made += 1
+        return 1 << made
+
+    @property
+    def _dtype(self) -> np.dtype[Any]:
+        assert isinstance(self._image.dtype, np.dtype)
+        return self._image.dtype
+
+    def _level(self, stored: int) -> Image:
+        if self._image.levels[stored].shape == self._image.shape[1:]:
+            return self._image
+        with self._lock:
+            if stored not in self._opened:
+                self._opened[stored] = self._image.at_level(stored)
+            return self._opened[stored]
+
+    def close(self) -> None:
+        with self._lock:
+            while self._opened:
+                self._opened.popitem()[1].close()
+
+
+class OutlinePyramid(Pyramid):
+    """Class ids of outlines over a slide, painted at every size, so that thin regions are seen from afar, too."""
+
+    def __init__(
+        self, outlines: Outlines, table: ClassTable, slide: Image, shapes: tuple[tuple[int, int], ...]
+    ) -> None:
+        """Take outlines in pixels of the slide's level 0."""
+        self.shapes = shapes
+        self._outlines, self._table, self._slide = outlines, table, slide
+        self._painted: dict[int, AnnotationMask] = {}
+        self._lock = threading.Lock()
+
+    def read(self, level: int, box: Box) -> Array:
+        with self._lock:
+            mask = self._painted.get(level) or self._painted.setdefault(level, self._at(*self.shapes[level]))
+        return np.asarray(mask.read(box))
+
+    def _at(self, height: int, width: int) -> AnnotationMask:
+        full = self._slide.levels[0].shape
+        points = self._outlines.points * (width / full[1], height / full[0])
+        scaled = dataclasses.replace(self._outlines, points=points)
+        return AnnotationMask(scaled, self._table, Resampled(self._slide, height, width), name=self._slide.name)
+
+
+class MadePyramid(Pyramid):
+    """Pixels made of those of several pyramids, at the sizes of the first one: of the others the nearest pixels."""
+
+    def __init__(self, make: Callable[..., Array], first: Pyramid, *others: Pyramid) -> None:
+        self._make, self._first, self._others = make, first, others
+        self.shapes = first.shapes
+
+    def read(self, level: int, box: Box) -> Array:
+        shape = self.shapes[level]
+        return self._make(self._first.read(level, box), *(nearest(other, shape, box) for other in self._others))
+
+
+def nearest(pyramid: Pyramid, shape: tuple[int, int], box: Box) -> Array:
+    """Read a box of a picture as if it were `shape` `(height, width)` large, by its nearest pixels; 0 outside of it."""
+    enough = [index for index, own in enumerate(pyramid.shapes) if max(own) >= max(shape)]
+    level = enough[-1] if enough else 0
+    height, width = pyramid.shapes[level]
+    if (height, width) == shape:
+        return pyramid.read(level, box)
+    inside = box.clamp(*shape)
+    rows = (2 * np.arange(inside.y0, inside.y1) + 1) * height // (2 * shape[0])
+    columns = (2 * np.arange(inside.x0, inside.x1) + 1) * width // (2 * shape[1])
+    source = Box(int(rows[0]), int(columns[0]), int(rows[-1]) + 1, int(columns[-1]) + 1)
+    read = pyramid.read(level, source)[:, rows[:, None] - source.y0, columns[None] - source.x0]
+    found = np.zeros((read.shape[0], *box.shape), read.dtype)
+    to = inside.shift(-box.y0, -box.x0)
+    found[:, to.y0 : to.y1, to.x0 : to.x1] = read
+    return found
+
+
+AGREED, MISSED, FALSE, OTHER_CLASS = 1, 2, 3, 4
+"""Ids of what a prediction is beside a label: right, background where a class is, a class where none is, another."""
+
+
+def errors(predicted: Array, label: Array) -> Ids:
+    """Compare class ids `(1, h, w)` pixel by pixel; 0 where both are background, or the label is ignored."""
+    found = np.zeros(predicted.shape, np.uint8)
+    found[(predicted == label) & (label != 0)] = AGREED
+    found[(predicted == 0) & (label != 0)] = MISSED
+    found[(predicted != 0) & (label == 0)] = FALSE
+    found[(predicted != 0) & (label != 0) & (predicted != label)] = OTHER_CLASS
+    found[(label == IGNORED) | (predicted == IGNORED)] = 0
+    return found
+
+
+def _means(pixels: Array) -> Array:
+    """Average 2 x 2 px, at odd edges those that there are; integers are rounded, halves up."""
+    if pixels.dtype == np.uint8 and len(pixels) in (1, 3):
+        from PIL import Image as Pillow
+
+        pixels_HWC = np.ascontiguousarray(pixels.transpose(1, 2, 0))
+        picture = Pillow.fromarray(pixels_HWC[..., 0] if len(pixels) == 1 else pixels_HWC)
+        small = np.asarray(picture.reduce(2))
+        return small[None] if small.ndim == 2 else small.transpose(2, 0, 1)
+    odd = [(0, 0), *((0, size % 2) for size in pixels.shape[1:])]
+    if any(after for _, after in odd):
+        pixels = np.pad(pixels, odd, mode="edge")
+    exact = np.float64 if pixels.dtype.kind == "f" else np.int64
+    rows = np.add(pixels[:, ::2], pixels[:, 1::2], dtype=exact)
+    sums = rows[:, :, ::2] + rows[:, :, 1::2]
+    means: Array = (sums / 4 if pixels.dtype.kind == "f" else (sums + 2) // 4).astype(pixels.dtype)
+    return means

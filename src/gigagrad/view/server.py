@@ -1,0 +1,307 @@
+"""Answer a page's requests, and nobody else's: who may ask, what is answered, and what headers every answer has.
+
+A request names slides, layers, levels and tiles by numbers; no part of it becomes a path, so nothing but what the
+command named can be asked for. Every address begins with a secret token. There is no cookie: those of 127.0.0.1 are
+sent to every port of it, and a page that brings none can't be made to ask in its user's name.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import json
+import secrets
+import socket
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, Final
+
+from gigagrad.errors import GigagradError, extra
+from gigagrad.threads import SideThreads
+from gigagrad.view.catalog import Catalog
+from gigagrad.view.curves import read_curves
+from gigagrad.view.layers import Style
+from gigagrad.view.slides import Opened, Slides
+
+with extra("view"):
+    from starlette.applications import Starlette
+    from starlette.requests import Request
+    from starlette.responses import PlainTextResponse, Response
+    from starlette.routing import Route
+    from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+_LONGEST_PATH: Final = 256
+_LONGEST_QUERY: Final = 1024
+_MOST_HEADERS: Final = 100
+_LONGEST_HEADERS: Final = 2**14
+_CACHED_BYTES: Final = 64 * 2**20
+_PAGE_FILES: Final = {
+    "": ("index.html", "text/html; charset=utf-8"),
+    "page.js": ("page.js", "text/javascript; charset=utf-8"),
+    "page.css": ("page.css", "text/css; charset=utf-8"),
+    "icon.svg": ("icon.svg", "image/svg+xml"),
+    "licences.txt": ("licences.txt", "text/plain; charset=utf-8"),
+}
+"""Files of the built page by the end of their address."""
+HEADERS: Final = {
+    "content-security-policy": (
+        "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' blob:; connect-src 'self'; "
+        "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    ),
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",  # the address holds the token
+    "cross-origin-resource-policy": "same-origin",
+    "cross-origin-opener-policy": "same-origin",
+    "permissions-policy": "camera=(), geolocation=(), microphone=()",
+    "cache-control": "no-store",  # pixels of patients do not stay in a browser's files
+}
+"""Headers of every answer."""
+
+
+def new_token() -> str:
+    return secrets.token_urlsafe(32)
+
+
+def application(
+    catalog: Catalog,
+    slides: Slides,
+    page: Mapping[str, bytes],
+    *,
+    token: str,
+    host: str = "127.0.0.1",
+    threads: int = 2,
+) -> ASGIApp:
+    """Make the application that answers: `page` has the built files by name, `host` is where it listens, and so many
+    `threads` read and compute."""
+    answers = _Answers(catalog, slides, page, SideThreads(threads, "gigagrad-view"))
+    routes = [Route(f"/{end}", answers.page) for end in page_ends(page)]
+    routes += [
+        Route("/catalog", answers.catalog),
+        Route("/slides/{slide:int}", answers.slide),
+        Route("/slides/{slide:int}/live", answers.live),
+        Route("/slides/{slide:int}/thumbnail", answers.thumbnail),
+        Route("/slides/{slide:int}/pixel/{y:int}/{x:int}", answers.pixel),
+        Route("/slides/{slide:int}/{layer:int}/{level:int}/{column:int}/{row:int}", answers.tile),
+        Route("/runs/{run:int}/{start:int}", answers.curves),
+    ]
+    app = Starlette(routes=routes, exception_handlers={GigagradError: _told})
+    return Guard(app, token, {host})
+
+
+def page_ends(page: Mapping[str, bytes]) -> list[str]:
+    """Return the ends of addresses under which the files of a page are found."""
+    return [end for end, (name, _) in _PAGE_FILES.items() if name in page]
+
+
+class _Answers:
+    """Answers by address. Work that takes time runs in threads, not if its request is gone before it begins; those of
+    them that have nothing to do decode parts of what another one reads."""
+
+    def __init__(self, catalog: Catalog, slides: Slides, page: Mapping[str, bytes], threads: SideThreads) -> None:
+        self._catalog, self._slides, self._page = catalog, slides, page
+        self._threads, self._free = threads, asyncio.Semaphore(threads.count)
+        self._tiles = _Recent(_CACHED_BYTES)
+
+    async def page(self, request: Request) -> Response:
+        name, kind = _PAGE_FILES[request.url.path.lstrip("/")]
+        return Response(self._page[name], media_type=kind)
+
+    async def catalog(self, request: Request) -> Response:
+        slides = [{"name": item.name, "scores": dict(item.scores)} for item in self._catalog.items]
+        runs = [run.name for run in self._catalog.runs]
+        return _json({"slides": slides, "runs": runs, "live": self._slides.live is not None})
+
+    async def slide(self, request: Request) -> Response:
+        return await self._of_slide(request, lambda opened: _json(opened.describe()))
+
+    async def live(self, request: Request) -> Response:
+        return await self._of_slide(request, lambda opened: _json(opened.describe_live()))
+
+    async def thumbnail(self, request: Request) -> Response:
+        return await self._drawn(request, lambda opened: (opened.thumbnail(), "image/jpeg"))
+
+    async def pixel(self, request: Request) -> Response:
+        y, x, live = request.path_params["y"], request.path_params["x"], request.url.query == "live=1"
+        return await self._of_slide(request, lambda opened: _json(opened.values(y, x, live=live)))
+
+    async def tile(self, request: Request) -> Response:
+        style = Style.parse(dict(request.query_params))
+        layer, level, column, row = (request.path_params[name] for name in ("layer", "level", "column", "row"))
+        return await self._drawn(request, lambda opened: opened.tile(layer, level, column, row, style))
+
+    async def curves(self, request: Request) -> Response:
+        number, start = request.path_params["run"], request.path_params["start"]
+        if number >= len(self._catalog.runs):
+            return _not_there()
+        return await self._later(request, lambda: _json(read_curves(self._catalog.runs[number].metrics, start)))
+
+    async def _drawn(self, request: Request, draw: Callable[[Opened], tuple[bytes, str] | None]) -> Response:
+        """Answer with a picture, one that was drawn lately where it is still there."""
+        key = str(request.url.path), str(request.url.query)
+        known = self._tiles.get(key)
+        if known is not None:
+            return Response(known[0], media_type=known[1])
+
+        def drawn(opened: Opened) -> Response:
+            picture = draw(opened)
+            if picture is None:
+                return _not_there()
+            self._tiles.put(key, picture)
+            return Response(picture[0], media_type=picture[1])
+
+        return await self._of_slide(request, drawn)
+
+    async def _of_slide(self, request: Request, answer: Callable[[Opened], Response]) -> Response:
+        number = request.path_params["slide"]
+        if number >= len(self._slides.items):
+            return _not_there()
+
+        def work() -> Response:
+            with self._slides.opened(number) as opened:
+                return answer(opened)
+
+        return await self._later(request, work)
+
+    async def _later(self, request: Request, work: Callable[[], Response]) -> Response:
+        async with self._free:
+            if await request.is_disconnected():  # somebody has zoomed past it
+                return Response(status_code=499)
+            loop = asyncio.get_running_loop()
+            done: asyncio.Future[Response] = loop.create_future()
+            self._threads.submit(lambda: loop.call_soon_threadsafe(_settle, done, *_outcome(work)))
+            return await done
+
+
+def _outcome(work: Callable[[], Response]) -> tuple[Response | None, BaseException | None]:
+    """Return what work gives, or raises; of an error that a user can mend an answer with its text."""
+    try:
+        return work(), None
+    except (GigagradError, OSError) as error:
+        return PlainTextResponse(f"{error}\n", 422), None
+    except BaseException as error:
+        return None, error
+
+
+def _settle(done: asyncio.Future[Response], answer: Response | None, error: BaseException | None) -> None:
+    if done.done():  # nobody waits any more
+        return
+    if error is not None:
+        done.set_exception(error)
+    elif answer is not None:
+        done.set_result(answer)
+
+
+class _Recent:
+    """Pictures that were drawn lately, bounded in bytes; those that nobody has asked for go first."""
+
+    def __init__(self, limit_bytes: int) -> None:
+        self._limit_bytes, self._held_bytes = limit_bytes, 0
+        self._pictures: OrderedDict[tuple[str, str], tuple[bytes, str]] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def get(self, key: tuple[str, str]) -> tuple[bytes, str] | None:
+        with self._lock:
+            found = self._pictures.get(key)
+            if found is not None:
+                self._pictures.move_to_end(key)
+            return found
+
+    def put(self, key: tuple[str, str], picture: tuple[bytes, str]) -> None:
+        with self._lock:
+            if key not in self._pictures:
+                self._pictures[key] = picture
+                self._held_bytes += len(picture[0])
+            while self._held_bytes > self._limit_bytes:
+                self._held_bytes -= len(self._pictures.popitem(last=False)[1][0])
+
+
+class Guard:
+    """Lets requests through that know the token, are meant for this server, and come from its own page.
+
+    A foreign `Host` is what a name that was pointed at 127.0.0.1 brings along (DNS rebinding): `localhost`, the names
+    that the command was given and addresses of numbers are ours, at any port, as tunnels have their own.
+    """
+
+    def __init__(self, app: ASGIApp, token: str, names: Collection[str]) -> None:
+        self._app, self._token = app, token.encode()
+        self._names = {"localhost", *(name.lower() for name in names), socket.gethostname().lower()}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            await self._app(scope, receive, send)
+            return
+        if scope["type"] != "http":
+            return
+
+        async def send_guarded(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                given = [(name.encode(), value.encode()) for name, value in HEADERS.items()]
+                message["headers"] = [*message.get("headers", ()), *given]
+            await send(message)
+
+        refused = self._refusal(scope)
+        if refused is not None:
+            await PlainTextResponse(refused[1] + "\n", refused[0])(scope, receive, send_guarded)
+            return
+        path = "/" + scope["path"].split("/", 2)[2]
+        await self._app({**scope, "path": path, "raw_path": path.encode()}, receive, send_guarded)
+
+    def _refusal(self, scope: Scope) -> tuple[int, str] | None:
+        """Return the status and the words for a request that is not answered."""
+        headers = scope["headers"]
+        if len(scope["path"]) > _LONGEST_PATH or len(scope["query_string"]) > _LONGEST_QUERY:
+            return 414, "this address is longer than any of ours"
+        if len(headers) > _MOST_HEADERS or sum(len(name) + len(value) for name, value in headers) > _LONGEST_HEADERS:
+            return 431, "these headers are longer than a browser's"
+        if scope["method"] not in ("GET", "HEAD"):
+            return 405, "only GET is answered: nothing can be changed here"
+        if any(name in (b"content-length", b"transfer-encoding") and value != b"0" for name, value in headers):
+            return 413, "a request for a picture has no body"
+        hosts = [value.decode("latin-1") for name, value in headers if name == b"host"]
+        if len(hosts) != 1 or not self._is_ours(hosts[0]):
+            return 421, "this name is not one of this server's; open the address that 'gigagrad view' printed"
+        parts = scope["path"].split("/", 2)
+        if len(parts) < 3 or not secrets.compare_digest(parts[1].encode(), self._token):
+            return 403, "the address lacks the token; open the one that 'gigagrad view' printed"
+        if not self._is_own(scope, hosts[0]):
+            return 403, "another site asks for this; only the page that 'gigagrad view' serves may"
+        return None
+
+    def _is_ours(self, host: str) -> bool:
+        name = host.rpartition(":")[0] if host.rpartition(":")[2].isdecimal() and not host.endswith("]") else host
+        name = name.strip("[]").lower()
+        if name in self._names:
+            return True
+        try:
+            ipaddress.ip_address(name)
+        except ValueError:
+            return False
+        return True
+
+    @staticmethod
+    def _is_own(scope: Scope, host: str) -> bool:
+        """Say whether a browser asks in its user's name or the page's: other pages, also those of other ports, don't.
+
+        Following a link to the page itself is its user's doing, wherever the link stands.
+        """
+        told = {name: value.decode("latin-1") for name, value in scope["headers"]}
+        origin = told.get(b"origin")
+        if origin is not None and origin != f"{scope['scheme']}://{host}":
+            return False
+        if told.get(b"sec-fetch-site", "none") in ("none", "same-origin"):
+            return True
+        is_page = scope["path"].count("/") == 2 and scope["path"].endswith("/")
+        return is_page and told.get(b"sec-fetch-mode") == "navigate" and told.get(b"sec-fetch-dest") == "document"
+
+
+async def _told(request: Request, error: Exception) -> Response:
+    return PlainTextResponse(f"{error}\n", 400)
+
+
+def _json(content: Any) -> Response:
+    return Response(json.dumps(content, allow_nan=False), media_type="application/json")
+
+
+def _not_there() -> Response:
+    return PlainTextResponse("there is no such thing here\n", 404)

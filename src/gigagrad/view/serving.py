@@ -1,0 +1,116 @@
+"""Serve the page until it is stopped, and say where it is."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import sys
+import threading
+import webbrowser
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Final
+
+from gigagrad.errors import ConfigError, extra
+from gigagrad.view.catalog import find
+from gigagrad.view.page import read_page
+from gigagrad.view.slides import Slides
+
+_MOST_CLIENTS: Final = 256
+_LOOPBACK: Final = ("127.0.0.1", "::1", "localhost")
+
+
+def view(
+    sources: Sequence[str | Path],
+    *,
+    masks: Sequence[str | Path] = (),
+    predictions: str | Path | None = None,
+    model: str | Path | None = None,
+    classes: Sequence[str] = (),
+    trust: Sequence[str] = (),
+    memory: str | None = None,
+    device: str = "cpu",
+    host: str = "127.0.0.1",
+    port: int = 0,
+    browser: bool = True,
+    tell: Callable[[str], None] = print,
+) -> None:
+    """Show slides and runs in a web page until Ctrl-C: its address, with a secret token, is told.
+
+    Args:
+        sources: slides, folders of them, cohort files, and folders that `fit` or `predict` wrote.
+        masks: what is true of the slide; of several slides folders with a file for each.
+        predictions: a folder that `predict` wrote, or a file of the one slide.
+        model: a run or a saved model that predicts what is in view; `memory`, `device`, `trust` as for `predict`.
+        classes: names of classes, as `ClassTable.parse` takes them.
+        host: where it listens; others than this machine can only ask an address that is not loopback.
+        port: 0 takes any that is free.
+        browser: open the page in the browser of whoever asked.
+        tell: called with lines for a person.
+
+    Raises `ConfigError` for what can't be shown or served, and where the page is not built.
+    """
+    with extra("view"):
+        import uvicorn
+
+    from gigagrad.view.server import application, new_token
+
+    predicted = None if predictions is None else Path(predictions)
+    catalog, page = find([*map(Path, sources)], [*map(Path, masks)], predicted, classes), read_page()
+    live = None
+    if model is not None:
+        from gigagrad.view.live import Live
+
+        live = Live(model, memory=memory, device=device, classes=classes, trust=trust)
+    slides, token = Slides(catalog.items, live), new_token()
+    app = application(catalog, slides, page, token=token, host=host, threads=os.cpu_count() or 1)
+    with contextlib.ExitStack() as stack:
+        stack.callback(slides.close)
+        listening = stack.enter_context(_listening(host, port))
+        address = f"http://{_shown(host)}:{listening.getsockname()[1]}/{token}/"
+        config = uvicorn.Config(
+            app,
+            http="h11",  # which bounds what it reads of a request
+            ws="none",
+            lifespan="off",
+            access_log=False,  # addresses hold the token
+            log_level="error",
+            server_header=False,
+            date_header=False,
+            proxy_headers=False,
+            limit_concurrency=_MOST_CLIENTS,
+            timeout_graceful_shutdown=1,
+        )
+        if host not in _LOOPBACK:
+            tell(f"warning: whoever reaches {host} and knows this address sees these slides, and nothing is encrypted")
+        counts = ((len(catalog.items), "slide"), (len(catalog.runs), "run"))
+        shown = " and ".join(f"{count} {noun}{'s' * (count > 1)}" for count, noun in counts if count)
+        tell(f"{shown} at {address} (Ctrl-C ends it)")
+        if browser:
+            threading.Thread(target=webbrowser.open, args=(address,), daemon=True).start()
+        uvicorn.Server(config).run(sockets=[listening])
+
+
+@contextlib.contextmanager
+def _listening(host: str, port: int) -> Iterator[socket.socket]:
+    """Open the socket here, so that its number is known before anybody asks. Raises `ConfigError`."""
+    if not 0 <= port < 2**16:  # some systems take the rest of a division
+        raise ConfigError(f"got --port {port}, expected 1 to {2**16 - 1}, or 0 for one that is free")
+    try:
+        family, kind, protocol, _, place = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        opened = socket.socket(family, kind, protocol)
+    except OSError as error:
+        raise ConfigError(f"cannot listen at {host}: {error.strerror or error}; leave out --host") from error
+    with opened:
+        try:
+            if sys.platform != "win32":
+                opened.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            opened.bind(place)
+        except OSError as error:
+            raise ConfigError(f"cannot listen at {host} port {port}: {error}; choose another --port") from error
+        yield opened
+
+
+def _shown(host: str) -> str:
+    return f"[{host}]" if ":" in host else "127.0.0.1" if host == "0.0.0.0" else host  # noqa: S104 - shown, not bound

@@ -1,0 +1,356 @@
+"""Open the slides of a catalogue when they are looked at, with what is shown over them, a few at a time."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+
+from gigagrad.boxes import Box
+from gigagrad.errors import GigagradError, ImageError
+from gigagrad.images import Image, MaskClass, open_image
+from gigagrad.images.opening import open_ids
+from gigagrad.images.pixels import Array
+from gigagrad.images.thumbnails import range_shown, samples
+from gigagrad.masks import ClassTable, LabelMap, is_annotation_file, open_mask, read_annotations
+from gigagrad.masks.outlines import in_pixels
+from gigagrad.prediction.classes import as_bytes, class_names, mask_classes
+from gigagrad.view.catalog import Item
+from gigagrad.view.layers import ERRORS, Layer, Shades, Style, classes_in, jpeg
+from gigagrad.view.pyramids import TILE, ImagePyramid, MadePyramid, OutlinePyramid, Pyramid, errors
+
+if TYPE_CHECKING:
+    from gigagrad.view.live import Live
+
+MOST_OPEN: Final = 4
+"""Slides that are open at a time: each keeps decoded tiles."""
+_LOOKED_AT_PX: Final = 1024
+"""From this size on a level is large enough to find the classes of a mask."""
+_MOST_CLASSES: Final = 32
+"""A file of bytes with more values than this holds probabilities, not class ids."""
+_THUMBNAIL_PX: Final = 256
+
+
+class Opened:
+    """A slide that is open, its layers, and what is told of both. Closing it closes all files."""
+
+    def __init__(self, item: Item, live: Live | None = None) -> None:
+        """Open everything but what `live` predicts, which waits for `predict`. Raises `GigagradError` where the slide
+        can't be read; of a layer that can't, `problems` has the reason."""
+        item.check_same()
+        self.item, self.problems = item, list[str]()
+        self.plan: dict[str, Any] | None = None
+        self._live, self._lock, self._files = live, threading.Lock(), ExitStack()
+        try:
+            self.slide = self._files.enter_context(item.row.open())
+            self.pyramid = ImagePyramid(self.slide)
+            self._files.callback(self.pyramid.close)
+            self.shades = _shades(self.slide)
+            self.layers = tuple(self._layers(item))
+        except BaseException:
+            self._files.close()
+            raise
+
+    def close(self) -> None:
+        self._files.close()
+
+    def predict(self) -> None:
+        """Add the layers that are predicted when they are looked at, once. Raises `GigagradError`."""
+        with self._lock:
+            if self._live is not None:
+                layers, self.plan = self._live.layers(self.slide, self._files)
+                self.layers += layers
+                self._live = None
+
+    def _layers(self, item: Item) -> Iterator[Layer]:
+        """Yield what lies over the slide: labels, what was predicted, and what is wrong with that."""
+        labels = [self._tried(partial(self._label, item, paths)) for paths in item.labels]
+        yield from filter(None, labels)
+        predicted = self._tried(partial(self._predicted, item, item.mask)) if item.mask else None
+        if predicted is not None:
+            yield predicted
+        if item.probabilities and (shares := self._tried(partial(self._probabilities, item, item.probabilities))):
+            yield shares
+        if item.attention and (attention := self._tried(partial(self._attention, item.attention))):
+            yield attention
+        label = next(filter(None, labels), None)
+        if label is not None and predicted is not None and predicted.kind == "classes":
+            yield Layer("Errors", "errors", MadePyramid(errors, predicted.pyramid, label.pyramid), ERRORS)
+
+    def _tried(self, make: Callable[[], Layer]) -> Layer | None:
+        try:
+            return make()
+        except (GigagradError, OSError) as error:
+            self.problems.append(str(error))
+            return None
+
+    def _label(self, item: Item, paths: tuple[Path, ...]) -> Layer:
+        """Open masks or outlines, one or one of each label. Raises `GigagradError`."""
+        several = len(paths) > 1
+        name = "Label" if len(item.labels) == 1 else f"Label {plain_name(paths[0], item.name)}"
+        if not several:
+            return self._classes(name, paths[0], item.table)
+        layers = [self._classes(name, path, None) for path in paths]
+        parts = [layer.pyramid for layer in layers]
+
+        def stacked(*ids: Array) -> Array:
+            found = np.zeros_like(as_bytes(ids[0]))
+            for number, one in enumerate(ids, 1):
+                found[one > 0] = number
+            return found
+
+        table = item.table.foreground if item.table is not None else ()
+        named = class_names(len(paths) + 1, item.table)[1:] if table else [plain_name(path, "") for path in paths]
+        return Layer(name, "classes", MadePyramid(stacked, *parts), mask_classes(len(paths), named))
+
+    def _predicted(self, item: Item, path: Path) -> Layer:
+        if not is_annotation_file(path) and _holds_shares(path):
+            return self._probabilities(item, path)
+        return self._classes("Prediction", path, item.table)
+
+    def _classes(self, name: str, path: Path, table: ClassTable | None) -> Layer:
+        if is_annotation_file(path):
+            outlines = in_pixels(read_annotations(path), self.slide)
+            with open_mask(outlines, self.slide, table):  # refuses outlines that do not belong here
+                pass
+            table = table or ClassTable.of_names(outlines.names)
+            pyramid: Pyramid = OutlinePyramid(outlines, table, self.slide, self.pyramid.shapes)
+            named = [(number, name) for number, name in enumerate(table.foreground, 1)]
+            return Layer(name, "classes", pyramid, _known(named))
+        with open_mask(path, self.slide, table) as checked:  # refuses a mask of something else
+            planes = checked.channels
+        image = self._files.enter_context(open_ids(path))
+        pyramid = own = ImagePyramid(image, ids=True)
+        self._files.callback(own.close)
+        values = table.values if table is not None else {}
+        if planes > 1:
+            pyramid = MadePyramid(_label_map, own)
+        elif values:
+            pyramid = MadePyramid(lambda ids: _renamed(ids, values), own)
+        seen = _coarse(pyramid)
+        known = _known(enumerate(table.foreground, 1)) if table is not None else ()
+        return Layer(name, "classes", pyramid, classes_in(seen, known), self._place(image))
+
+    def _probabilities(self, item: Item, path: Path) -> Layer:
+        image = self._files.enter_context(open_image(path))
+        pyramid = ImagePyramid(image)
+        self._files.callback(pyramid.close)
+        names = [name for name in image.channel_names if name]
+        if len(names) != image.channels:
+            foreground = class_names(image.channels + 1, item.table)
+            names = list(foreground[1:] if image.channels == 1 else foreground[: image.channels])
+        classes = tuple(MaskClass(number, name, (0, 0, 0)) for number, name in enumerate(names))
+        return Layer("Probabilities", "probabilities", pyramid, classes, self._place(image))
+
+    def _attention(self, path: Path) -> Layer:
+        """Show the share of patches that have less attention: attention itself is next to 0 almost everywhere."""
+        image = self._files.enter_context(open_image(path))
+        pyramid = ImagePyramid(image, ids=True)  # a pixel is a part of a patch, and is not averaged
+        self._files.callback(pyramid.close)
+        values = pyramid.read(0, Box.whole(*pyramid.shapes[0]))
+        ordered = np.sort(values[values > 0])
+
+        def ranked(attention: Array) -> Array:
+            ranks = np.searchsorted(ordered, attention, "right") / max(len(ordered), 1)
+            return np.where(attention > 0, ranks, 0).astype(np.float32)
+
+        part = None
+        if image.mpp is not None and self.slide.mpp is not None:  # the last pixels may reach out of the slide
+            side = round(image.mpp / self.slide.mpp)
+            part = Box.whole(image.height * side, image.width * side)
+        return Layer("Attention (rank)", "probabilities", MadePyramid(ranked, pyramid), (), part)
+
+    def _place(self, image: Image) -> Box | None:
+        """Return the part of the slide that a picture shows: what was scanned where that has its proportions, else
+        all."""
+        bounds = self.slide.bounds
+        if bounds is None:
+            return None
+        full, whole = image.levels[0].shape, self.slide.levels[0].shape
+        off = [abs(full[0] * shape[1] / (full[1] * shape[0]) - 1) for shape in (bounds.shape, whole)]
+        return bounds if off[0] < off[1] else None
+
+    def describe(self) -> dict[str, Any]:
+        """Say what a page has to know before it asks for tiles."""
+        slide = self.slide
+        return {
+            "name": self.item.name,
+            "height": slide.height,
+            "width": slide.width,
+            "mpp": slide.mpp,
+            "channels": [name or f"channel {number}" for number, name in enumerate(_channel_names(slide), 1)],
+            "dtype": str(slide.dtype),
+            "tile": TILE,
+            "levels": self.pyramid.shapes,
+            "layers": [_described(layer) for layer in self.layers if not layer.live],
+            "problems": self.problems,
+            "plan": None,
+            "scores": dict(self.item.scores),
+        }
+
+    def describe_live(self) -> dict[str, Any]:
+        """Say the same of the layers that are predicted now, and the tiles of their plan. Raises `GigagradError`."""
+        self.predict()
+        return {"layers": [_described(layer) for layer in self.layers if layer.live], "plan": self.plan}
+
+    def tile(self, layer: int, level: int, column: int, row: int, style: Style) -> tuple[bytes, str] | None:
+        """Draw a tile of the slide (layer 0) or of a layer, and name its type; None where there is none."""
+        if layer > len(self.layers):
+            self.predict()  # which this slide had before it was closed
+        if layer:
+            picture = self.layers[layer - 1].picture(level, column, row, style) if layer <= len(self.layers) else None
+            return None if picture is None else (picture, "image/png")
+        box = self.pyramid.tile(level, column, row)
+        return None if box is None else (jpeg(self.shades.of(self.pyramid.read(level, box))), "image/jpeg")
+
+    def thumbnail(self) -> bytes:
+        """Draw all of the slide, a few hundred pixels large."""
+        from PIL import Image as Pillow
+
+        level = len(self.pyramid.shapes) - 1
+        pixels = self.shades.of(self.pyramid.read(level, Box.whole(*self.pyramid.shapes[level])))
+        picture = Pillow.fromarray(np.ascontiguousarray(pixels))
+        picture.thumbnail((_THUMBNAIL_PX, _THUMBNAIL_PX))
+        return jpeg(np.asarray(picture))
+
+    def values(self, y: int, x: int, *, live: bool = False) -> dict[str, Any] | None:
+        """Return what is stored at a pixel of the slide and what its layers have there, with what is predicted now if
+        `live`; None outside."""
+        slide = self.slide
+        if not (0 <= y < slide.height and 0 <= x < slide.width):
+            return None
+        stored = np.asarray(slide.read(Box(y, x, y + 1, x + 1)))[:, 0, 0].tolist()
+        pixel = [value if math.isfinite(value) else None for value in stored]  # JSON has no word for it
+        found = {}
+        for number, layer in enumerate(self.layers, 1):
+            part = layer.part or Box.whole(slide.height, slide.width)
+            at = (y + 0.5 - part.y0) / part.height, (x + 0.5 - part.x0) / part.width
+            if (live or not layer.live) and all(0 <= share < 1 for share in at):
+                found[number] = layer.value(*at)
+        return {"pixel": pixel, "layers": found}
+
+
+class Slides:
+    """The slides of a catalogue by number: opened when they are asked for, those unused for longest closed again."""
+
+    def __init__(self, items: Sequence[Item], live: Live | None = None) -> None:
+        self.items, self.live = tuple(items), live
+        self._open: OrderedDict[int, Opened] = OrderedDict()
+        self._users: dict[int, int] = {}
+        self._opening = [threading.Lock() for _ in self.items]
+        self._lock = threading.Lock()
+
+    @contextmanager
+    def opened(self, number: int) -> Iterator[Opened]:
+        """Hold a slide open in the block. Raises `GigagradError` where it can't be opened."""
+        with self._lock:
+            self._users[number] = self._users.get(number, 0) + 1
+        try:
+            with self._opening[number]:
+                found = self._open.get(number)
+                if found is None:
+                    found = Opened(self.items[number], self.live)
+            with self._lock:
+                self._open[number] = found
+                self._open.move_to_end(number)
+            yield found
+        finally:
+            with self._lock:
+                self._users[number] -= 1
+                idle = [each for each in self._open if not self._users[each]]
+                closing = [self._open.pop(each) for each in idle[: max(0, len(self._open) - MOST_OPEN)]]
+            for each in closing:
+                each.close()
+
+    def close(self) -> None:
+        """Close everything; nobody looks any more."""
+        with self._lock:
+            while self._open:
+                with suppress(ImageError):
+                    self._open.popitem()[1].close()
+
+
+def plain_name(path: Path, slide: str) -> str:
+    """Return a file's name without its suffix and without the slide's."""
+    return path.stem.removeprefix(slide).strip("._- ") or path.stem
+
+
+def _described(layer: Layer) -> dict[str, Any]:
+    part = layer.part
+    return {
+        "name": layer.name,
+        "kind": layer.kind,
+        "live": layer.live,
+        "levels": layer.pyramid.shapes,
+        "part": None if part is None else [part.x0, part.y0, part.width, part.height],
+        "classes": [{"id": each.id, "name": each.name, "color": each.color} for each in layer.classes],
+    }
+
+
+def _channel_names(slide: Image) -> tuple[str, ...]:
+    if slide.channel_names:
+        return slide.channel_names
+    return ("red", "green", "blue") if slide.channels == 3 else ("",) * slide.channels
+
+
+def _shades(slide: Image) -> Shades:
+    """Return the range in which samples are drawn: all of a byte's, else where those of some boxes lie."""
+    assert isinstance(slide.dtype, np.dtype)
+    if slide.dtype == np.uint8 and slide.channels >= 3:
+        return Shades(0, 255)
+    values = np.concatenate(samples(slide)[:3])
+    values = values[np.isfinite(values)]
+    largest = float(values.max()) if values.size else 0.0
+    if slide.dtype == np.uint8 and largest >= _MOST_CLASSES:
+        return Shades(0, 255)
+    if slide.dtype == np.uint8:  # a mask of few values
+        return Shades(0, max(largest, 1))
+    return Shades(*range_shown(values, slide.dtype))
+
+
+def _known(named: Any) -> tuple[MaskClass, ...]:
+    """Give classes their usual colours."""
+    named = list(named)
+    usual = mask_classes(max((number for number, _ in named), default=1))
+    return tuple(MaskClass(number, name, usual[number - 1].color) for number, name in named)
+
+
+def _coarse(pyramid: Pyramid) -> Array:
+    """Read a level of a mask that is small, but shows its classes."""
+    level = max(index for index, shape in enumerate(pyramid.shapes) if not index or max(shape) >= _LOOKED_AT_PX)
+    height, width = (min(side, 4 * _LOOKED_AT_PX) for side in pyramid.shapes[level])
+    return pyramid.read(level, Box.whole(height, width))
+
+
+def _holds_shares(path: Path) -> bool:
+    """Say whether a picture holds probabilities and no class ids: floats, or bytes of many values."""
+    with open_ids(path) as image:
+        if image.dtype != np.uint8 or image.channels > 1:
+            return str(image.dtype).startswith("float")
+        pyramid = ImagePyramid(image, ids=True)
+        try:
+            return len(np.unique(_coarse(pyramid))) > _MOST_CLASSES
+        finally:
+            pyramid.close()
+
+
+def _label_map(labels: Array) -> Array:
+    """Turn labels, a channel each, into class ids; a later one lies over an earlier one."""
+    from gigagrad.images.views import ArrayImage
+
+    image = ArrayImage(np.ascontiguousarray(as_bytes(labels)))
+    return np.asarray(LabelMap(image, range(1, len(labels) + 1)).read(Box.whole(*labels.shape[1:])))
+
+
+def _renamed(ids: Array, values: dict[int, int]) -> Array:
+    found = as_bytes(ids).copy()
+    for value, number in values.items():
+        found[ids == value] = number
+    return found

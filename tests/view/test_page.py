@@ -1,0 +1,255 @@
+"""The built page in a real browser, served by the real server: what a person sees and does."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+import tifffile
+
+from gigagrad.errors import ConfigError
+from gigagrad.view import page as built
+from gigagrad.view.page import read_page
+from tests.view.browser import PROGRAM, Browser
+
+try:
+    PAGE: dict[str, bytes] | None = read_page()
+except ConfigError:
+    PAGE = None
+needs_page = pytest.mark.skipif(PAGE is None, reason="the page is not built; make page")
+needs_browser = pytest.mark.skipif(PROGRAM is None, reason="needs Chromium")
+
+
+def test_without_a_built_page_one_line_says_how_to_build_it(monkeypatch):
+    monkeypatch.setattr(built, "_NAMES", ("missing.html",))
+    with pytest.raises(ConfigError, match=r"run 'make page', which needs Node\.js"):
+        read_page()
+
+
+@needs_page
+def test_the_page_loads_nothing_from_elsewhere_and_is_light():
+    assert PAGE is not None
+    assert len(PAGE["page.js"]) < 600_000
+    assert b"http" not in PAGE["index.html"]
+    assert b"url(" not in PAGE["page.css"].replace(b"url(#", b"")
+    for name in (b"OpenSeadragon", b"uPlot", b"Redistributions in binary form", b"MIT"):
+        assert name in PAGE["licences.txt"]
+
+
+@pytest.fixture(scope="module")
+def served(predicted, jpeg_label, network_dir, tmp_path_factory) -> Iterator[str]:
+    """The address of a server in this process: a slide with everything, a second one, and a run."""
+    import uvicorn
+
+    from gigagrad.view.catalog import find
+    from gigagrad.view.live import Live
+    from gigagrad.view.server import application, new_token
+    from gigagrad.view.slides import Slides
+
+    folder = tmp_path_factory.mktemp("page")
+    (folder / "metrics.jsonl").write_text(
+        '{"event": "metrics", "split": "train", "epoch": 0, "step": 1, "values": {"loss": 0.5}}\n'
+    )
+    other = folder / "other.tif"
+    tifffile.imwrite(other, tifffile.imread(predicted / "masks" / "small.tif"), tile=(256, 256))
+    catalog = find([predicted, other, folder], [jpeg_label.parent])
+    slides, token = Slides(catalog.items, Live(network_dir)), new_token()
+    assert PAGE is not None
+    app = application(catalog, slides, PAGE, token=token)
+    listening = socket.create_server(("127.0.0.1", 0))
+    config = uvicorn.Config(app, http="h11", ws="none", lifespan="off", log_level="error", access_log=False)
+    server = uvicorn.Server(config)
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True)
+    thread.start()
+    yield f"http://127.0.0.1:{listening.getsockname()[1]}/{token}/"
+    server.should_exit = True
+    thread.join(10)
+    slides.close()
+
+
+@pytest.fixture(scope="module")
+def browser(served) -> Iterator[Browser]:
+    with Browser() as opened:
+        opened.open(served)
+        opened.wait("document.querySelector('#layers h1')?.textContent === 'small'")
+        opened.wait("document.querySelectorAll('.layer').length === 7")  # those of the network come last
+        yield opened
+        assert not opened.problems
+
+
+DRAWN = """(() => {
+  const canvas = document.querySelector('#stage canvas'), context = canvas.getContext('2d');
+  return [...context.getImageData(%s, %s, 1, 1).data];
+})()"""
+
+
+def drawn_at(browser, x, y):
+    """The colour on the screen, of pixels relative to the slide's canvas."""
+    return browser.evaluate(DRAWN % (x, y))
+
+
+@pytest.mark.slow
+@needs_page
+@needs_browser
+class TestPage:
+    def test_a_slide_is_drawn_with_its_layers_and_told(self, browser):
+        browser.wait(f"{DRAWN % (460, 400)}[3] === 255")
+        names = browser.evaluate("[...document.querySelectorAll('.layer h2 label')].map((each) => each.textContent)")
+        assert names == [
+            *("Label", "Prediction", "Probabilities", "Errors"),
+            *("Prediction now", "Probabilities now", "Tiles of the plan"),
+        ]
+        browser.move(210 + 460, 400)
+        told = browser.wait("document.getElementById('values').textContent")
+        assert told.startswith("red ")
+        assert "Label: " in told
+        assert " px · " in browser.evaluate("document.getElementById('place').textContent")
+        assert browser.evaluate("document.querySelector('#scale span').textContent").endswith("µm")
+
+    def test_keys_move_zoom_and_hide(self, browser):
+        width = "Number(new URLSearchParams(location.hash.slice(1)).get('width'))"
+        before = browser.wait(width)
+        browser.key("+")
+        browser.wait(f"{width} < {before} * 0.8")
+        left = browser.wait("Number(new URLSearchParams(location.hash.slice(1)).get('x'))")
+        browser.key("ArrowRight")
+        browser.wait(f"Number(new URLSearchParams(location.hash.slice(1)).get('x')) > {left} + 10")
+        browser.key("0")
+        browser.wait(f"Math.abs({width} / {before} - 1) < 0.05")
+        shown = "document.getElementById('layer-1').checked"
+        assert browser.evaluate(shown)
+        browser.key("2")
+        assert not browser.evaluate(shown)
+        browser.key("h", ("keyDown",))
+        assert not browser.evaluate("[...document.querySelectorAll('.layer h2 input')].some((each) => each.checked)")
+        browser.key("h", ("keyUp",))
+        browser.key("2")
+        assert browser.evaluate(shown)
+        browser.key("e")
+        assert browser.evaluate("document.getElementById('layer-3').checked")
+        assert not browser.evaluate(shown), "the prediction makes room for its errors"
+        browser.key("e")
+        browser.key("?")
+        assert browser.evaluate("document.getElementById('help').open")
+        assert browser.evaluate("document.activeElement.textContent") == "Close"
+        browser.key("Escape")
+        browser.wait("!document.getElementById('help').open")
+
+    def test_the_network_predicts_what_is_in_view(self, browser):
+        browser.evaluate("performance.clearResourceTimings()")
+        browser.key("6")
+        entries = "performance.getEntriesByType('resource')"
+        asked = f"{entries}.filter((each) => /\\/6\\/\\d+\\/\\d+\\/\\d+/.test(each.name)).length"
+        browser.wait(asked)
+        browser.key("6")
+
+    def test_the_tiles_of_the_plan_are_drawn_over_the_slide(self, browser):
+        lines = "document.getElementById('grid-lines')"
+        assert browser.evaluate(f"{lines}.hidden")
+        browser.key("t")
+        browser.wait(f"!{lines}.hidden")
+        inked = f"{lines}.getContext('2d').getImageData(0, 0, {lines}.width, {lines}.height).data.some((each) => each)"
+        assert browser.evaluate(inked)
+        browser.key("t")
+        browser.wait(f"{lines}.hidden")
+
+    def test_slides_and_runs_are_chosen_from_the_list(self, browser):
+        browser.key("n")
+        browser.wait("document.querySelector('#layers h1').textContent === 'other'")
+        assert browser.evaluate("document.querySelectorAll('[aria-current]').length") == 1
+        browser.evaluate("document.querySelector('button.run').click()")
+        browser.wait("document.querySelector('#curves .uplot canvas') !== null")
+        assert "1 slides seen" in browser.wait("document.getElementById('curves-state').textContent")
+        browser.evaluate("document.querySelector('button.slide').click()")
+        browser.wait(
+            "document.getElementById('curves').hidden && document.querySelector('#layers h1').textContent === 'small'"
+        )
+
+    def test_every_control_has_a_name_and_is_reached_by_tab(self, browser):
+        nameless = """[...document.querySelectorAll('button, input, select, [role]')].filter((each) =>
+          !each.getAttribute('aria-label') && !each.textContent.trim() && !(each.labels && each.labels.length)
+          && each.getAttribute('role') !== 'status').map((each) => each.outerHTML.slice(0, 200))"""
+        assert browser.evaluate(nameless) == []
+        browser.evaluate("document.activeElement.blur()")
+        order = []
+        for _ in range(12):
+            browser.key("Tab")
+            order.append(browser.evaluate("document.activeElement.closest('nav, main, aside')?.id ?? ''"))
+        assert [each for each, before in zip(order, ["", *order], strict=False) if each != before] == [
+            "list",
+            "main",
+            "layers",
+        ]
+
+    def test_nothing_of_it_came_from_elsewhere(self, browser, served):
+        assert browser.answers
+        assert all(answer["url"].startswith(served) for answer in browser.answers)
+        assert all(answer["status"] == 200 for answer in browser.answers)
+
+    def test_a_page_of_another_origin_can_read_nothing(self, served):
+        """Another local site, which even knows the address."""
+        attack = f"""<!doctype html><title>attack</title><script>
+          const told = [];
+          const image = new Image();
+          image.onload = () => told.push("image");
+          image.onerror = () => told.push("refused");
+          image.src = "{served}slides/0/0/0/0/0";
+          fetch("{served}catalog").then(() => told.push("read"), () => told.push("refused"));
+        </script><iframe src="{served}"></iframe>"""
+        page = socket.create_server(("127.0.0.1", 0))
+
+        def answer() -> None:
+            while True:
+                try:
+                    connection, _ = page.accept()
+                except OSError:
+                    return
+                with connection:
+                    connection.recv(65536)
+                    body = attack.encode()
+                    head = f"HTTP/1.1 200 OK\r\nContent-Type: text/html\r\nContent-Length: {len(body)}\r\n\r\n"
+                    connection.sendall(head.encode() + body)
+
+        threading.Thread(target=answer, daemon=True).start()
+        with Browser() as other:
+            other.open(f"http://localhost:{page.getsockname()[1]}/")
+            assert other.wait("typeof told !== 'undefined' && told.length === 2 && told") == ["refused", "refused"]
+            end, refused = time.monotonic() + 10, list[int]()
+            while not refused and time.monotonic() < end:
+                other.evaluate("0")  # events come along with answers
+                refused = [answer["status"] for answer in other.answers if answer["url"].startswith(served)]
+            assert {*refused} == {403}
+        page.close()
+
+
+@needs_page
+def test_raw_requests_find_nothing_else(served):
+    """What no client library would send."""
+    host, port = served.split("/")[2].split(":")
+    token = served.split("/")[3]
+
+    def status(request: bytes) -> bytes:
+        with socket.create_connection((host, int(port)), timeout=10) as connection:
+            connection.sendall(request)
+            return connection.recv(65536).partition(b"\r\n")[0]
+
+    def get(path: str, *headers: str) -> bytes:
+        return status("\r\n".join([f"GET {path} HTTP/1.1", *headers, "", ""]).encode())
+
+    own = f"Host: {host}:{port}"
+    assert get(f"/{token}/catalog", own) == b"HTTP/1.1 200 OK"
+    for path in (
+        "/../../etc/passwd",
+        f"/{token}/../../../etc/passwd",
+        f"/{token}/..%2f..%2fetc/passwd",
+        f"/{token}//etc/passwd",
+    ):
+        assert get(path, own).split()[1] in (b"403", b"404")
+    assert get(f"/{token}/catalog").split()[1] == b"400"  # of HTTP/1.1 without a host
+    assert get(f"/{token}/catalog", own, "Host: evil.example").split()[1] in (b"400", b"421")
+    assert get(f"http://evil.example/{token}/catalog", "Host: evil.example").split()[1] == b"421"
+    assert get(f"/{token}/catalog", own, "X: " + "x" * 10**5).split()[1] in (b"400", b"431")
+    assert get("/" + "x" * 10**5, own).split()[1] in (b"400", b"414")

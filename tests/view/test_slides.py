@@ -1,0 +1,210 @@
+"""What a command names is found, and shown with what belongs to it."""
+
+import dataclasses
+import json
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tifffile
+
+from gigagrad.boxes import Box
+from gigagrad.errors import ConfigError
+from gigagrad.images import open_image, write_pyramid
+from gigagrad.view.catalog import Item, find
+from gigagrad.view.layers import Style
+from gigagrad.view.slides import MOST_OPEN, Opened, Slides
+
+
+def named(opened):
+    return [(layer.name, layer.kind) for layer in opened.layers]
+
+
+def values(opened, y, x):
+    found = opened.values(y, x)
+    assert found is not None
+    return found
+
+
+def test_a_folder_a_csv_and_a_file_name_slides(jpeg_slide, jpeg_label, tmp_path):
+    table = tmp_path / "cohort.csv"
+    table.write_text(f"slide,mask\n{jpeg_slide},{jpeg_label}\n")
+    for source in (jpeg_slide, jpeg_slide.parent, table):
+        assert [item.name for item in find([source]).items] == ["small"]
+    (item,) = find([table, jpeg_slide]).items
+    assert item.labels == ((jpeg_label,),)
+
+
+def test_masks_come_by_file_or_by_folder(jpeg_slide, jpeg_label):
+    for mask in (jpeg_label, jpeg_label.parent):
+        (item,) = find([jpeg_slide], [mask]).items
+        assert item.labels == ((jpeg_label,),)
+
+
+def test_a_folder_of_predictions_brings_slides_masks_and_scores(predicted, jpeg_slide, jpeg_label):
+    (item,) = find([predicted], [jpeg_label]).items
+    assert item.row.slide == jpeg_slide
+    assert dict(item.scores).keys() == {"Dice"}
+    opened = Opened(item)
+    assert named(opened) == [
+        ("Label", "classes"),
+        ("Prediction", "classes"),
+        ("Probabilities", "probabilities"),
+        ("Errors", "errors"),
+    ]
+    assert not opened.problems
+    told = opened.describe()
+    assert json.loads(json.dumps(told))["mpp"] == 0.5
+    opened.close()
+    (other,) = find([jpeg_slide], predictions=predicted).items
+    assert (other.mask, other.probabilities) == (item.mask, item.probabilities)
+
+
+def test_outlines_of_qupath_are_a_layer_with_their_classes(jpeg_slide, tmp_path):
+    ring = [[100, 100], [300, 100], [300, 200], [100, 200], [100, 100]]
+    kind = {"name": "Tumor", "color": [200, 0, 0]}
+    feature = {
+        "type": "Feature",
+        "geometry": {"type": "Polygon", "coordinates": [ring]},
+        "properties": {"objectType": "annotation", "classification": kind},
+    }
+    (tmp_path / "small.geojson").write_text(json.dumps({"type": "FeatureCollection", "features": [feature]}))
+    opened = Opened(find([jpeg_slide], [tmp_path]).items[0])
+    (layer,) = opened.layers
+    assert [kind.name for kind in layer.classes] == ["Tumor"]
+    assert [values(opened, y, 150)["layers"] for y in (150, 250)] == [{1: "Tumor"}, {1: "background"}]
+    opened.close()
+
+
+def test_a_layer_that_can_t_be_read_is_told_and_the_slide_is_shown(jpeg_slide, tmp_path):
+    wrong = tmp_path / "small.tif"
+    tifffile.imwrite(wrong, np.zeros((50, 500), np.uint8))
+    opened = Opened(find([jpeg_slide], [wrong]).items[0])
+    assert not opened.layers
+    assert "must show the same part of the slide" in opened.problems[0]
+    assert opened.tile(0, 0, 0, 0, Style()) is not None
+    opened.close()
+
+
+def test_values_under_the_pointer_are_those_of_the_file(jpeg_slide, jpeg_label):
+    opened = Opened(find([jpeg_slide], [jpeg_label]).items[0])
+    with open_image(jpeg_slide) as slide, open_image(jpeg_label) as label:
+        for y, x in ((0, 0), (350, 450), (699, 899)):
+            told = values(opened, y, x)
+            box = Box(y, x, y + 1, x + 1)
+            assert told["pixel"] == slide.read(box)[:, 0, 0].tolist()
+            assert told["layers"][1] == ["background", "Foreground"][int(label.read(box)[0, 0, 0])]
+    assert opened.values(700, 0) is None
+    opened.close()
+
+
+def test_few_slides_are_open_at_a_time(jpeg_slide, tmp_path):
+    for number in range(MOST_OPEN + 3):
+        os.link(jpeg_slide, tmp_path / f"{number}.tif")
+    slides = Slides(find([tmp_path]).items)
+    with slides.opened(0) as first:
+        for number in range(1, MOST_OPEN + 3):
+            with slides.opened(number) as other:
+                other.thumbnail()
+        assert len(slides._open) <= MOST_OPEN
+        assert first.thumbnail()
+        with slides.opened(0) as again:
+            assert again is first
+    slides.close()
+    assert not slides._open
+
+
+def test_links_that_lead_out_of_a_folder_are_left_out(jpeg_slide, tmp_path):
+    folder = tmp_path / "slides"
+    folder.mkdir()
+    (folder / "own.tif").write_bytes(jpeg_slide.read_bytes())
+    (folder / "link.tif").symlink_to(jpeg_slide)
+    assert [item.name for item in find([folder]).items] == ["own"]
+    assert [item.name for item in find([folder / "link.tif"]).items] == ["link"]
+    (folder / "own.tif").unlink()
+    with pytest.raises(ConfigError, match="are links to other folders"):
+        find([folder])
+
+
+def test_a_mask_that_is_a_link_out_of_its_folder_is_left_out(jpeg_slide, jpeg_label, tmp_path):
+    (tmp_path / "small.tif").symlink_to(jpeg_label)
+    with pytest.raises(ConfigError, match="no file in"):
+        find([jpeg_slide], [tmp_path])
+
+
+def test_a_record_can_t_name_files_elsewhere(predicted, tmp_path, jpeg_slide):
+    folder = tmp_path / "predicted"
+    folder.mkdir()
+    record = json.loads((predicted / "records" / "small.json").read_text())
+    (folder / "masks").mkdir()
+    (folder / "masks" / "small.tif").symlink_to(predicted / "masks" / "small.tif")
+    (folder / "records").mkdir()
+    (folder / "records" / "small.json").write_text(json.dumps(record))
+    (item,) = find([folder]).items
+    assert item.mask is None
+    record["files"]["mask"] = "../../etc/passwd"
+    (folder / "records" / "small.json").write_text(json.dumps(record))
+    with pytest.raises(ConfigError, match="not as predict writes it"):
+        find([folder])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"sources": ["none.svs"]}, "there is no none.svs"),
+        ({"masks": ["none.tif"]}, "there is no mask none.tif"),
+        ({"predictions": "none"}, "there is no none"),
+        ({"masks": ["{folder}"]}, "no file in"),
+    ],
+)
+def test_what_is_not_there_is_named(arguments, said, jpeg_slide, tmp_path):
+    given = {"sources": [jpeg_slide], **arguments}
+    given = {
+        name: Path(value) if isinstance(value, str) else [Path(str(each).format(folder=tmp_path)) for each in value]
+        for name, value in given.items()
+    }
+    with pytest.raises(ConfigError, match=said):
+        find(**given)
+
+
+def test_two_slides_of_one_name_are_refused(jpeg_slide, tmp_path):
+    (tmp_path / "small.tif").write_bytes(jpeg_slide.read_bytes())
+    with pytest.raises(ConfigError, match="both called small"):
+        find([jpeg_slide, tmp_path / "small.tif"])
+
+
+def test_a_run_brings_its_cohort_and_its_curves(jpeg_slide, jpeg_label, tmp_path):
+    table = tmp_path / "cohort.csv"
+    table.write_text(f"slide,mask,split\n{jpeg_slide},{jpeg_label},train\n")
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "config.yaml").write_text(f"slides: {table}\nclasses: [tissue=1]\n")
+    catalog = find([run])
+    assert [each.name for each in catalog.runs] == [f"{tmp_path.name}/run"]
+    (item,) = catalog.items
+    assert isinstance(item, Item)
+    assert item.table.foreground == ("tissue",)
+
+
+def test_attention_is_shown_by_rank_where_its_patches_lie(jpeg_slide, tmp_path):
+    attention = np.zeros((22, 29), np.float32)  # of 32 px each, a little more than the slide
+    attention[2, 3], attention[4, 5] = 1e-6, 0.9
+    write_pyramid(tmp_path / "small.tif", [attention], shape=(22, 29, 1), dtype=np.float32, nearest=False, mpp=0.5 * 32)
+    item = dataclasses.replace(find([jpeg_slide]).items[0], attention=tmp_path / "small.tif")
+    opened = Opened(item)
+    assert named(opened) == [("Attention (rank)", "probabilities")]
+    assert opened.layers[0].part == Box(0, 0, 704, 928)
+    places = [(2 * 32, 3 * 32), (3 * 32 - 1, 4 * 32 - 1), (4 * 32, 5 * 32), (0, 0), (3 * 32, 4 * 32)]
+    assert [values(opened, *place)["layers"][1] for place in places] == ["0.500", "0.500", "1.000", "0.000", "0.000"]
+    opened.close()
+
+
+def test_floats_are_drawn_between_those_that_are_numbers(tmp_path):
+    pixels = np.linspace(-1, 1, 600, dtype=np.float32).reshape(20, 30)
+    pixels[0, 0], pixels[5, 5] = np.nan, np.inf
+    tifffile.imwrite(tmp_path / "floats.tif", pixels, tile=(16, 16))
+    opened = Opened(find([tmp_path / "floats.tif"]).items[0])
+    assert -1 <= opened.shades.low < opened.shades.high <= 1
+    assert opened.tile(0, 0, 0, 0, Style()) is not None
+    opened.close()

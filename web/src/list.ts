@@ -1,0 +1,83 @@
+import * as api from "./api";
+import { at, make } from "./dom";
+
+// Slides with thumbnails, to be sorted by name and scores, and runs.
+export class List {
+  private order: number[] = [];
+  private readonly buttons: HTMLElement[];
+  private readonly runs: HTMLElement[];
+
+  constructor(
+    private readonly catalog: api.Catalog,
+    openSlide: (number: number) => void,
+    openRun: (number: number) => void,
+  ) {
+    this.order = catalog.slides.map((_, index) => index);
+    const nav = at("list");
+    nav.hidden = catalog.slides.length + catalog.runs.length < 2;
+    const scores = [...new Set(catalog.slides.flatMap((slide) => Object.keys(slide.scores)))];
+    const sorting = make(
+      "select",
+      { id: "sort", change: () => this.sort(sorting.value) },
+      make("option", { value: "" }, "as given"),
+      make("option", { value: "name" }, "name"),
+      ...scores.flatMap((name) => [
+        make("option", { value: `+${name}` }, `${name}, lowest first`),
+        make("option", { value: `-${name}` }, `${name}, highest first`),
+      ]),
+    );
+    this.runs = catalog.runs.map((name, index) =>
+      make("li", {}, make("button", { type: "button", class: "run", click: () => openRun(index) }, `Curves of ${name}`)));
+    this.buttons = catalog.slides.map((slide, index) => {
+      const told = Object.entries(slide.scores).map(([name, value]) => `${name} ${value.toFixed(4)}`).join(", ");
+      return make(
+        "li",
+        {},
+        make(
+          "button",
+          { type: "button", class: "slide", click: () => openSlide(index) },
+          make("img", { src: api.thumbnail(index), alt: "", loading: "lazy", decoding: "async" }),
+          make("span", {}, slide.name, ...(told ? [make("small", {}, told)] : [])),
+        ),
+      );
+    });
+    nav.replaceChildren(
+      ...(this.runs.length ? [make("ul", {}, ...this.runs)] : []),
+      ...(catalog.slides.length > 2 ? [make("div", { class: "row" }, make("label", { for: "sort" }, "Sort by"), sorting)] : []),
+      make("ul", { id: "slides" }, ...this.buttons),
+    );
+  }
+
+  private sort(by: string): void {
+    const { slides } = this.catalog;
+    const score = (index: number) => slides[index]!.scores[by.slice(1)] ?? Number.NaN;
+    const sign = by.startsWith("-") ? -1 : 1;
+    this.order = slides.map((_, index) => index);
+    if (by === "name") {
+      this.order.sort((a, b) => slides[a]!.name.localeCompare(slides[b]!.name, undefined, { numeric: true }));
+    } else if (by) {
+      this.order.sort((a, b) => (Number.isNaN(score(a)) ? 1 : Number.isNaN(score(b)) ? -1 : sign * (score(a) - score(b))));
+    }
+    at("slides").replaceChildren(...this.order.map((index) => this.buttons[index]!));
+  }
+
+  mark(number: number): void {
+    this.point(this.buttons[number]);
+  }
+
+  markRun(number: number): void {
+    this.point(this.runs[number]);
+  }
+
+  private point(chosen: HTMLElement | undefined): void {
+    for (const item of [...this.buttons, ...this.runs]) {
+      item.firstElementChild!.removeAttribute("aria-current");
+    }
+    chosen?.firstElementChild!.setAttribute("aria-current", "true");
+    chosen?.scrollIntoView({ block: "nearest" });
+  }
+
+  beside(number: number, by: number): number | undefined {
+    return this.order[this.order.indexOf(number) + by];
+  }
+}

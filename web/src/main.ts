@@ -1,0 +1,213 @@
+import * as api from "./api";
+import { Curves } from "./curves";
+import { at, make } from "./dom";
+import { List } from "./list";
+import { Panel, startingStates } from "./panel";
+import { Stage, type LayerState, type Place } from "./stage";
+
+const KEYS: [keys: string, does: string][] = [
+  ["arrows", "move the slide"],
+  ["+ and −", "zoom in and out"],
+  ["0", "show the whole slide"],
+  ["a", "show pixels at their actual size"],
+  ["1 to 9", "show or hide a layer"],
+  ["l", "show or hide labels"],
+  ["p", "show or hide predictions"],
+  ["e", "show or hide errors"],
+  ["h", "hide all layers while it is held"],
+  ["o", "fill or outline classes"],
+  ["t", "show or hide the tiles of the network's plan"],
+  ["[ and ]", "fade layers out and in"],
+  ["g", "go to a position"],
+  ["n and b", "next slide, slide before"],
+  ["f", "full screen"],
+  ["?", "this list"],
+  ["Esc", "close what is open"],
+];
+
+let message = 0;
+
+function tell(text: string, stays = false): void {
+  const place = at("message");
+  window.clearTimeout(message);
+  place.textContent = text;
+  place.hidden = !text;
+  if (text && !stays) {
+    message = window.setTimeout(() => { place.hidden = true; }, 2500);
+  }
+}
+
+function help(): void {
+  const dialog = at<HTMLDialogElement>("help");
+  dialog.replaceChildren(
+    make("h2", { id: "help-title" }, "Keys"),
+    make("table", {}, make("tbody", {}, ...KEYS.map(([keys, does]) => make("tr", {}, make("th", { scope: "row" }, make("kbd", {}, keys)), make("td", {}, does))))),
+    make("p", {}, "Tab goes from the list of slides to the slide, the zoom buttons and the layers. ", make("a", { href: "licences.txt" }, "Licences")),
+    make("form", { method: "dialog" }, make("button", { autofocus: true }, "Close")),
+  );
+  dialog.showModal();
+}
+
+// Where it is, in the address: reloading, and the browser's back, come back to it.
+function remembered(): { slide: number; place: Place | undefined } {
+  const found = new URLSearchParams(location.hash.slice(1));
+  const [slide, x, y, width] = ["slide", "x", "y", "width"].map((name) => Number.parseFloat(found.get(name) ?? "")) as [number, number, number, number];
+  const place = [x, y, width].every(Number.isFinite) && width > 0 ? { x, y, width } : undefined;
+  return { slide: Number.isInteger(slide) ? slide : 0, place };
+}
+
+async function begin(): Promise<void> {
+  const catalog = await api.catalog();
+  const states = new Map<number, LayerState[]>();
+  let curves: Curves | undefined;
+  let remembering = 0;
+  const stage = new Stage(
+    at("stage"),
+    (place) => {
+      window.clearTimeout(remembering);
+      remembering = window.setTimeout(() => {
+        const round = (value: number) => Math.round(value * 10) / 10;
+        history.replaceState(null, "", `#slide=${stage.slide}&x=${round(place.x)}&y=${round(place.y)}&width=${round(place.width)}`);
+      }, 300);
+    },
+    (lacks) => document.body.classList.toggle("too-far", lacks),
+    (why) => tell(why, true),
+  );
+  const panel = new Panel(stage);
+
+  function openRun(number: number): void {
+    curves?.stop();
+    document.body.classList.add("curves");
+    at("layers").hidden = true;
+    list.markRun(number);
+    curves = new Curves(number, catalog.runs[number]!);
+    curves.start();
+  }
+
+  async function openSlide(number: number, place?: Place): Promise<void> {
+    curves?.stop();
+    curves = undefined;
+    document.body.classList.remove("curves");
+    list.mark(number);
+    tell("Opening …", true);
+    try {
+      const info = await api.slide(number);
+      const own = states.get(number) ?? startingStates(info);
+      states.set(number, own);
+      document.title = `${info.name} · gigagrad view`;
+      panel.show(info, own);
+      tell("");
+      stage.show(number, info, own, place);
+      if (catalog.live) {
+        void addLive(number, info, own);
+      }
+    } catch (error) {
+      tell((error as Error).message, true);
+    }
+  }
+
+  // The network is captured and planned for the slide's size, while the slide is there to be seen already.
+  async function addLive(number: number, info: api.SlideInfo, own: LayerState[]): Promise<void> {
+    try {
+      const found = await api.live(number);
+      info.layers.push(...found.layers);
+      info.plan = found.plan;
+    } catch (error) {
+      info.problems.push((error as Error).message);
+    }
+    own.push(...startingStates(info).slice(own.length));
+    if (stage.slide === number && !curves) {
+      panel.show(info, own);
+    }
+  }
+
+  const list = new List(catalog, (number) => void openSlide(number), openRun);
+  at("tools").append(
+    ...([["+", "Zoom in", () => stage.zoom(1.5)], ["−", "Zoom out", () => stage.zoom(1 / 1.5)], ["⤢", "Show the whole slide", () => stage.whole()], ["1:1", "Show pixels at their actual size", () => stage.actualSize()], ["?", "List all keys", help]] as [string, string, () => void][])
+      .map(([sign, name, act]) => make("button", { type: "button", "aria-label": name, title: name, click: act }, sign)),
+  );
+
+  function toggle(found: number[]): void {
+    tell(found.map((index) => panel.toggle(index)).join(", ") || "there is no such layer");
+  }
+
+  function goTo(): void {
+    const dialog = at<HTMLDialogElement>("help");
+    const field = make("input", { id: "go-x", type: "number", required: true });
+    const other = make("input", { id: "go-y", type: "number", required: true });
+    const seen = stage.place();
+    field.value = String(Math.round(seen?.x ?? 0));
+    other.value = String(Math.round(seen?.y ?? 0));
+    dialog.replaceChildren(
+      make("h2", { id: "help-title" }, "Go to a position"),
+      make("form", { method: "dialog", submit: () => stage.go({ x: Number(field.value), y: Number(other.value), width: seen?.width ?? 1000 }) },
+        make("p", {}, make("label", { for: "go-x" }, "x, px "), field),
+        make("p", {}, make("label", { for: "go-y" }, "y, px "), other),
+        make("button", {}, "Go")),
+      make("form", { method: "dialog" }, make("button", {}, "Cancel")),
+    );
+    dialog.showModal();
+  }
+
+  let held: number[] | undefined;
+  document.addEventListener("keydown", (event) => {
+    const target = event.target as HTMLElement;
+    const typing = /^(INPUT|SELECT|TEXTAREA)$/.test(target.tagName) && (target as HTMLInputElement).type !== "checkbox";
+    if (event.ctrlKey || event.metaKey || event.altKey || typing || at<HTMLDialogElement>("help").open) {
+      return;
+    }
+    const step = event.shiftKey ? 0.05 : 0.2;
+    const acts: Record<string, () => void> = {
+      ArrowLeft: () => stage.pan(-step, 0),
+      ArrowRight: () => stage.pan(step, 0),
+      ArrowUp: () => stage.pan(0, -step),
+      ArrowDown: () => stage.pan(0, step),
+      "+": () => stage.zoom(1.5),
+      "=": () => stage.zoom(1.5),
+      "-": () => stage.zoom(1 / 1.5),
+      "0": () => stage.whole(),
+      a: () => stage.actualSize(),
+      l: () => toggle(panel.find((layer) => layer.name.startsWith("Label"))),
+      p: () => toggle(panel.find((layer) => layer.name.startsWith("Predict"))),
+      e: () => toggle(panel.find((layer) => layer.kind === "errors")),
+      o: () => tell(panel.switchForm()),
+      t: () => tell(panel.toggleGrid()),
+      "[": () => tell(panel.fade(-10)),
+      "]": () => tell(panel.fade(10)),
+      g: goTo,
+      n: () => { const next = list.beside(stage.slide, 1); if (next !== undefined) { void openSlide(next); } },
+      b: () => { const before = list.beside(stage.slide, -1); if (before !== undefined) { void openSlide(before); } },
+      f: () => void (document.fullscreenElement ? document.exitFullscreen() : at("main").requestFullscreen()),
+      "?": help,
+      h: () => {
+        if (!held) {
+          held = panel.find(() => true).filter((index) => states.get(stage.slide)![index]!.on);
+          held.forEach((index) => panel.toggle(index));
+        }
+      },
+    };
+    for (let number = 1; number <= 9; number++) {
+      acts[String(number)] = () => toggle([number - 1]);
+    }
+    const act = acts[event.key];
+    if (act) {
+      event.preventDefault();
+      act();
+    }
+  });
+  document.addEventListener("keyup", (event) => {
+    if (event.key === "h" && held) {
+      held.forEach((index) => panel.toggle(index));
+      held = undefined;
+    }
+  });
+
+  const { slide, place } = remembered();
+  if (catalog.slides.length) {
+    await openSlide(Math.min(slide, catalog.slides.length - 1), place);
+  } else {
+    openRun(0);
+  }
+}
+
+begin().catch((error: Error) => tell(error.message, true));
