@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
+from weakref import WeakValueDictionary
 
 # Beside another process, threads that wait spinning take the time that those at work need. Read as PyTorch is loaded.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
@@ -22,6 +23,7 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read as Triton is loaded, if that is here
 
 from gigagrad.devices import machine
+from gigagrad.devices.heap import LargeBlocks
 from gigagrad.images import open_image, write_label
 from gigagrad.models import resolve, save_model, torchvision_operators  # noqa: F401
 
@@ -48,6 +50,13 @@ def no_profile(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 def nothing_to_look_through() -> None:
     """What was imported stays. Every capture collects garbage, and half its time would go into looking at that."""
     _set_aside(len(sys.modules))
+
+
+@pytest.fixture
+def no_other_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the C library is told is the whole process's: runs that other tests left open are not heeded."""
+    monkeypatch.setattr(LargeBlocks, "_wanting", WeakValueDictionary())
+    monkeypatch.setattr(LargeBlocks, "_now", (False, False))
 
 
 @cache

@@ -52,6 +52,7 @@ def test_the_peak_is_no_less_than_what_is_held():
     assert 0 < resident_bytes() <= peak_resident_bytes()
 
 
+@pytest.mark.usefixtures("no_other_runs")
 def test_a_run_that_ends_in_the_middle_of_anothers_choice_is_heeded(monkeypatch):
     """As where garbage is collected there, or by another thread: nobody waits, and what is wanted last is set."""
     mapped, in_heap, was_set = LargeBlocks(), LargeBlocks(), []

@@ -140,6 +140,7 @@ class TestHeapGuard:
         assert held["given_back"] == 0
 
 
+@pytest.mark.usefixtures("no_other_runs")
 class TestLargeBlocks:
     """Under a roof of 100 MiB: a plan of 129, less 5 beside tiles, 16 unnoticed and 8 for the largest block."""
 
@@ -328,6 +329,7 @@ def test_the_heap_keeps_freed_large_blocks_until_the_run_is_over():
     assert end < 8 * MIB
 
 
+@pytest.mark.usefixtures("no_other_runs")
 def test_of_two_runs_the_one_that_wants_blocks_mapped_is_heeded(monkeypatch):
     """The setting is the whole process's: what one run chooses must not undo what another relies on."""
     told = []

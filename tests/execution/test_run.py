@@ -214,6 +214,7 @@ def test_gradients_of_what_whole_field_operators_read_come_all_at_once():
     assert scalars.coming_bytes == 0
 
 
+@pytest.mark.usefixtures("no_other_runs")
 def test_tiles_of_large_blocks_take_them_from_the_heap_and_look_before_each(monkeypatch):
     """384 x 384 px in 16 channels are 9 MiB, 288 x 288 px are 5."""
     mapped, kept, looks, told = [], [], [], []
