@@ -43,6 +43,27 @@ def test_crops_of_any_size_and_offset_are_merged(dims, offset):
     torch.testing.assert_close(mean, field.mean(dims))
 
 
+@pytest.mark.cuda
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("layout", [torch.channels_last, torch.contiguous_format])
+def test_on_a_gpu(layout, dtype):
+    """Its kernels of norms give what operators give, and to a normalised field what PyTorch's own gradient is."""
+    torch.manual_seed(0)
+    field = (3 + torch.randn(2, 24, 37, 41, dtype=torch.float64)).to(dtype).contiguous(memory_format=layout)
+    statistics = [1 + torch.rand(24, dtype=torch.promote_types(dtype, torch.float32)) for _ in range(3)]
+    tolerance = (4 if dtype == torch.bfloat16 else 1e3) * torch.finfo(dtype).eps
+    found = []
+    for device in ("cpu", "cuda"):
+        leaves = [one.to(device).requires_grad_() for one in (field, *statistics)]
+        values = normalise(*leaves)
+        sums = moments(leaves[0], [0, 2, 3])
+        cotangents = values.detach().cos(), torch.tensor([0.0, 1.0, 1.0, 1e-3], device=device)[:, None].expand(4, 24)
+        gradients = torch.autograd.grad([values, sums], leaves, [cotangents[0], cotangents[1].to(sums.dtype)])
+        found.append([one.detach().cpu() for one in (values, sums, *gradients)])
+    for here, there in zip(*found, strict=True):
+        torch.testing.assert_close(there, here, rtol=tolerance, atol=tolerance)
+
+
 def test_channels_are_grouped():
     torch.manual_seed(0)
     field = (1e8 * torch.randn(2, 6, 1, 1) + torch.randn(2, 6, 5, 4)).double().requires_grad_()

@@ -24,10 +24,11 @@ from gigagrad.events import Events, Notice, StepMeasured, TileDone
 from gigagrad.execution.captures import Captures
 from gigagrad.execution.gradient_scale import MOST_OVERFLOWS, CotangentOverflow
 from gigagrad.execution.model_state import Left, check_independent, leave_state, stored_in
+from gigagrad.execution.placing import Sources, placed
 from gigagrad.execution.planner import Planner
 from gigagrad.execution.predicted_image import PredictedImage
 from gigagrad.execution.prepared import Prepared
-from gigagrad.execution.recorded import RecordedRun, RecordedStep, Sources
+from gigagrad.execution.recorded import RecordedRun, RecordedStep
 from gigagrad.execution.rounding_error import average_in
 from gigagrad.execution.run import Run
 from gigagrad.execution.scalars import Values
@@ -399,7 +400,8 @@ class Engine:
             if not backward and not _delivers_image(prepared.graph):
                 raise ConfigError("stream needs a model whose output is an image")
             stored, draws = stored_in(self._composite, prepared.graph), self._draws(prepared)
-            run = Run(prepared, sources, stored, self.events, backward=backward, draws=draws)
+            read = placed(sources, self._device) if prepared.places_images else sources
+            run = Run(prepared, read, stored, self.events, backward=backward, draws=draws)
             with run, closing(run):
                 delivered = False
                 for piece in run.stream():

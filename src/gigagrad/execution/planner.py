@@ -219,24 +219,23 @@ class Planner:
             free_bytes=device.free_bytes() if self._budget_bytes is None else None,
             reading=reading_of(sources, device, machine.threads),
         )
-        return self._recorded(problem, sources, sink)
+        return self._placed(problem, sources, sink)
 
-    def _recorded(self, problem: Problem, sources: dict[str, Source], sink: Sink | None) -> Problem:
-        """Return the problem of a step that is recorded, where the device records and has room for the images."""
-        computed = self._ranks.count > 1 or sink is not None or self._rounding is not None or self._journal is not None
-        if computed or not self.records or self._composite.precision is torch.float16:
+    def _placed(self, problem: Problem, sources: dict[str, Source], sink: Sink | None) -> Problem:
+        """Return the problem of a run whose images the device holds, where it has room for them: that of a step that it
+        records, or of a field that comes in pieces.
+        """
+        shared = self._ranks.count > 1 or self._rounding is not None or self._journal is not None
+        if shared or not self.records or self._composite.precision is torch.float16:
             return problem
         nbytes = sum(prod(one.spec.shape) * one.spec.read_dtype.itemsize for one in sources.values())
         if problem.room_bytes is not None and nbytes > _IMAGES_SHARE * problem.room_bytes:
             return problem
-        return dataclasses.replace(
-            problem,
-            image_bytes=nbytes,
-            machine=problem.machine.replaying(),
-            tiers=problem.tiers[:1],
-            rooms={},
-            unrecorded=problem,
-        )
+        placed = dataclasses.replace(problem, image_bytes=nbytes, unplaced=problem)
+        if sink is not None:
+            return placed
+        machine = problem.machine.replaying()
+        return dataclasses.replace(placed, is_recorded=True, machine=machine, tiers=problem.tiers[:1], rooms={})
 
     def _whole(self, graph: Graph, sink: Sink | None, *, backward: bool) -> WholeCost | None:
         """Return what the whole image takes at once, or None where it is to be computed in tiles: images that leave in

@@ -89,7 +89,12 @@ class Prepared:
         """Say whether a step of it asks for the same whatever is in an image, all of it in the device's own memory."""
         elsewhere = any(field.tier != self.problem.memory.name for field in self.plan.kept)
         draws = any(self.graph[i].op != SEED for i in drawing(self.graph))
-        return self.problem.image_bytes > 0 and not (elsewhere or draws)
+        return self.problem.is_recorded and not (elsewhere or draws)
+
+    @property
+    def places_images(self) -> bool:
+        """Say whether the device holds the images and labels during a run."""
+        return amount_of(self.plan.fixed, estimate.IMAGES) > 0
 
     @property
     def fixed_bytes(self) -> int:

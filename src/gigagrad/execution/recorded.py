@@ -7,32 +7,22 @@ serves every image of the size, as long as the model's tensors stay where they a
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from math import prod
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 from weakref import WeakValueDictionary
 
 import torch
 from torch.utils._pytree import tree_unflatten
 
-from gigagrad.boxes import Box
 from gigagrad.devices import Device
 from gigagrad.devices.device import Recording, Say
-from gigagrad.devices.streams import Streams
 from gigagrad.errors import GigagradError
+from gigagrad.execution.placing import Sources, empty_for, placed, reading, upload
 from gigagrad.execution.run import Run
 from gigagrad.execution.scalars import Values
-from gigagrad.execution.sources import Source, read_ahead
 from gigagrad.graphs import Graph
-from gigagrad.images import open_image
-from gigagrad.images.bag import ArrayBag
-from gigagrad.threads import SideThreads, living
+from gigagrad.threads import living
 
-_BAND_BYTES = 64 * 2**20
-"""Bytes of an image that are read at a time."""
-
-Sources = Mapping[str, Source]
 Compute = Callable[[Sources, Values], Run]
 
 
@@ -95,8 +85,7 @@ class RecordedStep:
         those of the model that it reads; `compute`: runs it for what lies on the device. Raises as that does.
         """
         if not self._ran or self._given_up:
-            placed = [_uploaded(source, self._empty(source), self._streams) for source in sources.values()]
-            run = compute(_placed(sources, placed), seeds)
+            run = compute(placed(sources, self._device), seeds)
             self._ran = True
             return run
         recording = self._recorded(graph, sources, seeds, tensors, compute)
@@ -104,7 +93,7 @@ class RecordedStep:
             return self.run(graph, sources, seeds, tensors, compute)
         inputs = iter(recording.inputs)
         for source in sources.values():
-            _uploaded(source, next(inputs), self._streams)
+            upload(source, next(inputs), self._streams)
         for seed in seeds.values():
             next(inputs).copy_(seed)
         recording.replay()
@@ -120,9 +109,9 @@ class RecordedStep:
 
         def work(inputs: Sequence[torch.Tensor]) -> dict[str, Any]:
             images, drawn = inputs[: len(sources)], inputs[len(sources) :]
-            return _found(graph, compute(_placed(sources, images), dict(zip(seeds, drawn, strict=True))))
+            return _found(graph, compute(reading(sources, images), dict(zip(seeds, drawn, strict=True))))
 
-        inputs = [self._empty(source, "meta") for source in sources.values()]
+        inputs = [empty_for(source, "meta") for source in sources.values()]
         try:
             self._recording = self._device.record(work, [*inputs, *(seed.to("meta") for seed in seeds.values())])
         except (RuntimeError, GigagradError) as error:  # an operator waits for the device, say
@@ -134,12 +123,6 @@ class RecordedStep:
         self._say(f"the step cannot be recorded, so it is asked for operator by operator, which takes longer: {reason}")
         return None
 
-    def _empty(self, source: Source, device: str | torch.device | None = None) -> torch.Tensor:
-        device = device or self._device.torch_device
-        if source.tensor is not None:
-            return torch.empty_like(source.tensor, device=device)
-        return torch.empty(source.spec.shape, dtype=source.spec.read_dtype, device=device)
-
 
 def _found(graph: Graph, run: Run) -> dict[str, Any]:
     """Return the tensors that a run leaves."""
@@ -150,50 +133,3 @@ def _found(graph: Graph, run: Run) -> dict[str, Any]:
         "updates": {name: value.detach() for name, value in run.updates.items()},
         "values": {i: value.detach() for i, value in run.values.items() if not graph[i].whole},
     }
-
-
-def _placed(sources: Sources, tensors: Sequence[torch.Tensor]) -> dict[str, Source]:
-    """Return sources that read these tensors."""
-    found = {}
-    for (name, source), tensor in zip(sources.items(), tensors, strict=True):
-        if source.tensor is not None:
-            there: dict[str, Any] = {"tensor": tensor}
-        else:
-            there = {"image": ArrayBag(tensor) if source.spec.bag else open_image(tensor[0])}
-        found[name] = dataclasses.replace(source, opened_here=False, is_placed=True, **there)
-    return found
-
-
-def _uploaded(source: Source, placed: torch.Tensor, streams: Streams | None) -> torch.Tensor:
-    """Copy all of a source to where it is read: on a device of its own band by band, through pinned memory."""
-    if source.tensor is not None:
-        return placed.copy_(source.tensor)
-    for box, band in _bands(source):
-        part = placed[box.y0 : box.y1, None] if source.spec.bag else placed[:, :, box.y0 : box.y1]
-        if streams is None or band.device == placed.device:
-            part.copy_(band)
-            continue
-        try:
-            pinned = streams.pinned_like(band)
-        except RuntimeError:  # the host locks no more pages
-            part.copy_(band)
-        else:
-            part.copy_(pinned.copy_(band), non_blocking=True)
-    return placed
-
-
-def _bands(source: Source) -> Iterator[tuple[Box, torch.Tensor]]:
-    """Read an image band by band, a bag so many patches at a time, not to be written to; files by several threads."""
-    assert source.image is not None
-    height, width = source.box.shape
-    row_bytes = prod(source.spec.shape) // height * source.spec.read_dtype.itemsize
-    rows = max(1, _BAND_BYTES // row_bytes)
-    boxes = [Box(y, 0, min(y + rows, height), width) for y in range(0, height, rows)]
-    if not source.image.decode_seconds:
-        yield from ((box, source.view(box)) for box in boxes)
-        return
-    readers = SideThreads(min(torch.get_num_threads(), len(boxes)), "gigagrad-upload")
-    try:
-        yield from read_ahead(boxes, source.read, readers)
-    finally:
-        readers.shutdown(cancel=True)

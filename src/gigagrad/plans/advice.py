@@ -201,7 +201,7 @@ class _Adviser:
         if tier == problem.memory.name:
             changed = dataclasses.replace(problem, budget_bytes=size_bytes)
         else:
-            problem = problem.unrecorded or problem  # what is recorded has its fields in memory
+            problem = problem.unplaced or problem  # what is recorded has its fields in memory
             missing = () if tier in problem.rooms else (PlannedDiskTier(size_bytes),)
             rooms = {**problem.rooms, tier: size_bytes}
             changed = dataclasses.replace(problem, tiers=(*problem.tiers, *missing), rooms=rooms)

@@ -80,13 +80,13 @@ def make_plan(
     Raises:
         BudgetError: even the smallest tile does not fit; names the segment, the tile and every number.
     """
-    if problem.unrecorded is not None:
+    if problem.unplaced is not None:
         make = partial(make_plan, memory_format=memory_format, tiles=tiles, kept=kept, whole_pixels=whole_pixels)
         make = partial(make, saved=saved)
         try:
-            return make(replace(problem, unrecorded=None), costs=costs, tried=tried)
+            return make(replace(problem, unplaced=None), costs=costs, tried=tried)
         except BudgetError:
-            return make(replace(problem.unrecorded, budget_bytes=problem.budget_bytes), tried=tried)
+            return make(replace(problem.unplaced, budget_bytes=problem.budget_bytes), tried=tried)
     known = costs or Costs(problem.graph, problem.machine, rounds=problem.rounding is not None)
 
     def tiled(pixels: int) -> Plan:

@@ -36,7 +36,7 @@ from gigagrad.plans.geometry import reference, runs_by_rows
 from gigagrad.plans.memory import gradient_sum_bytes, whole_field_bytes
 from gigagrad.plans.plan import COTANGENTS as COTANGENTS
 from gigagrad.plans.plan import FIELDS as FIELDS
-from gigagrad.plans.plan import Amount, Plan, SegmentPlan, total
+from gigagrad.plans.plan import Amount, Plan, SegmentPlan, amount_of, total
 from gigagrad.plans.problem import Problem
 from gigagrad.plans.saving import Savable
 from gigagrad.plans.segments import Segment, moved_fields
@@ -73,9 +73,8 @@ RECORDED_FRAGMENTATION: Final = "freed blocks of the recorded step"
 
 
 def problem_of(plan: Plan, problem: Problem) -> Problem:
-    """Return the problem that a plan solves: this one, or its step where it is not recorded."""
-    recorded = any(amount.name == IMAGES for amount in plan.fixed if amount.size_bytes)
-    return problem if problem.unrecorded is None or recorded else problem.unrecorded
+    """Return the problem that a plan solves: this one, or the one in which images are read crop by crop."""
+    return problem if problem.unplaced is None or amount_of(plan.fixed, IMAGES) else problem.unplaced
 
 
 def fixed_amounts(problem: Problem, message_bytes: int = 0) -> tuple[Amount, ...]:
@@ -88,12 +87,12 @@ def fixed_amounts(problem: Problem, message_bytes: int = 0) -> tuple[Amount, ...
         *problem.held,
         Amount(IMAGES, problem.image_bytes),
         Amount(GRADIENTS, gradients),
-        Amount(RESULTS, gradients if problem.image_bytes else 0),
+        Amount(RESULTS, gradients if problem.is_recorded else 0),
         Amount(WHOLE, whole),
         Amount(WHOLE_FRAGMENTATION, beside),
         *messages,
     )
-    if not problem.image_bytes or problem.budget_bytes is None:
+    if not problem.is_recorded or problem.budget_bytes is None:
         return amounts
     room = max(0, problem.budget_bytes - total(amounts))
     return (*amounts, Amount(RECORDED_FRAGMENTATION, int(FREED_OF_RECORDED * room)))
@@ -110,7 +109,7 @@ def weights(problem: Problem, segments: Iterable[Segment], peak_bytes: int) -> A
 def allocator_cache(problem: Problem, peak_bytes: int, tiles_bytes: int) -> Amount:
     """Count what the allocator may hold between tiles, where the budget has room beside a peak without it."""
     useful = useful_allocator_cache_bytes(tiles_bytes)
-    if problem.image_bytes and problem.budget_bytes is None:
+    if problem.is_recorded and problem.budget_bytes is None:
         useful = max(useful, int(FREED_OF_RECORDED * peak_bytes))
     room = useful if problem.budget_bytes is None else problem.budget_bytes - peak_bytes
     return Amount(ALLOCATOR_CACHE, max(0, min(useful, room)))

@@ -71,9 +71,12 @@ class Problem:
     sum_dtype: torch.dtype = torch.float64
     """The type of sums over tiles."""
     image_bytes: int = 0
-    """Bytes of the images and labels, where the device holds all of them during a step, which it records."""
-    unrecorded: Problem | None = None
-    """The problem where that takes too much memory: a step computed operator by operator, with fields in all tiers."""
+    """Bytes of the images and labels, where the device holds all of them during a run."""
+    is_recorded: bool = False
+    """True for a step that the device records."""
+    unplaced: Problem | None = None
+    """The problem where the images take too much memory: they are read crop by crop, a step is computed operator by
+    operator, and fields are in all tiers."""
     ranks: int = 1
     """Number of ranks that share the work; memory is that of one of them."""
     budget_bytes: int | None = None
