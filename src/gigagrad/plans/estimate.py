@@ -372,6 +372,8 @@ class SegmentTiles:
         """Count results that wait to be written to other tiers, and what goes to or from these on its way, at most."""
         graph, segment, memory = self.problem.graph, self.segment, self.problem.memory.name
         elsewhere = [i for i in (*segment.reads, *segment.kept) if self.kept.get(i, memory) != memory]
+        if not elsewhere:
+            return 0
 
         def behind(fields: tuple[int, ...]) -> int:
             sizes = [cost.crops.get(i, (0, 0)) for i in fields]

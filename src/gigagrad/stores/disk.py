@@ -11,7 +11,7 @@ import shutil
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,13 @@ MOST_BYTES = 64 * 2**10
 _SIDES_PX = (8, 16, 32, 64)
 
 
+@cache  # plans ask a million times, of a few sizes
+def _side(bytes_per_pixel: int) -> int:
+    """Return the pixels along a brick's side: as many as keep it within 64 KiB, but between 8 and 64."""
+    fitting = [side for side in _SIDES_PX if side * side * bytes_per_pixel <= MOST_BYTES]
+    return max(fitting, default=_SIDES_PX[0])
+
+
 @dataclass(frozen=True)
 class Bricks:
     """A field of `height x width` pixels, of so many bytes each, in small square blocks: any box is a few long runs.
@@ -47,11 +54,10 @@ class Bricks:
     width: int
     bytes_per_pixel: int
 
-    @cached_property
+    @property
     def side(self) -> int:
-        """Return the pixels along a brick's side: as many as keep it within 64 KiB, but between 8 and 64."""
-        fitting = [side for side in _SIDES_PX if side * side * self.bytes_per_pixel <= MOST_BYTES]
-        return max(fitting, default=_SIDES_PX[0])
+        """Return the pixels along a brick's side."""
+        return _side(self.bytes_per_pixel)
 
     @cached_property
     def shape(self) -> tuple[int, int]:
@@ -329,7 +335,7 @@ class DiskTier(Tier):
 
     def crop_bytes(self, size: Size, crop: Size, pixel_bytes: int) -> float:
         """Return the bytes of the bricks that it touches, on average over where it may lie."""
-        height, width, side = *crop, Bricks(*size, pixel_bytes).side
+        height, width, side = *crop, _side(pixel_bytes)
         nbytes = height * width * pixel_bytes
         return (height + side - 1) * (width + side - 1) / (height * width) * nbytes if nbytes else 0.0
 
