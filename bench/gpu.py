@@ -1,25 +1,35 @@
 """Steps on a GPU beside plain PyTorch's, and where their time goes.
 
-    python bench/gpu.py [--seconds 360] [--rows exact,plain,ours,kernels,paper,cpu] [--quick]
+    python bench/gpu.py [--seconds 360] [--rows exact,plain,ours,kernels,lightstream,paper,slide,bag,cpu] [--quick]
 
 Every row is one training step (float32, SGD) of one network on one image from memory, and prints one JSON line: plain
 autograd, gigagrad as it plans by itself, and for gigagrad how long the GPU was busy, in how many launches and copies.
 Steps of gigagrad are listed one by one: the first is computed, the second recorded, the others are replayed, where the
-plan allows it; `--rows exact` compares all of them with plain autograd in float64. The rows stop where `--seconds` are
-over. Without a GPU, or with `--quick`, everything runs small on what is there, so
-that this script keeps working. The last line holds all rows. Needs timm and segmentation-models-pytorch.
+plan allows it; `--rows exact` compares all of them with plain autograd in float64. Further rows: a step and a
+prediction from a JPEG slide; a bag of patches, beside its encoder in batches; ResNet-18 by lightstream, with frozen
+norms, where that is installed. The rows stop where `--seconds` are over. Without a GPU, or with `--quick`, everything
+runs small on what is there, so that this script keeps working. The last line holds all rows. Needs timm and
+segmentation-models-pytorch.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import importlib.util
 import json
 import os
 import time
+from collections import deque
 from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
+import imagecodecs
+import numpy as np
+import tifffile
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -227,6 +237,96 @@ def kernels(step: Any) -> Row:
     }
 
 
+def timed(steps: int, step: Any) -> list[float]:
+    found = []
+    for _ in range(steps):
+        begun = synchronised()
+        step()
+        found.append(round(synchronised() - begun, 4))
+    return found
+
+
+def jpeg_slide(path: Path, height: int, width: int) -> None:
+    """Write a grey slide of JPEG tiles, of which 16 differ."""
+    draw = np.random.default_rng(0)
+    smooth = (np.kron(draw.normal(128, 50, (64, 64)), np.ones((8, 8))) for _ in range(16))
+    noisy = [(tile + draw.normal(0, 12, tile.shape)).clip(0, 255).astype(np.uint8) for tile in smooth]
+    encoded = [imagecodecs.jpeg8_encode(tile, level=80) for tile in noisy]
+    count = -(-height // 512) * -(-width // 512)
+    settings: Any = {"tile": (512, 512), "compression": "jpeg", "photometric": "minisblack", "metadata": None}
+    data = (encoded[i % len(encoded)] for i in range(count))
+    tifffile.imwrite(path, data, shape=(height, width), dtype=np.uint8, **settings)
+
+
+def from_slide(height: int, width: int, memory: str, steps: int = 4) -> Iterator[Row]:
+    """Steps and predictions of the paper's network, of a JPEG slide."""
+    with TemporaryDirectory() as folder:
+        path = Path(folder, "slide.tif")
+        jpeg_slide(path, height, width)
+        model, target = network("paper").to(DEVICE), pair("paper", height, width)[1]
+        row: Row = {"network": "paper", "px": [height, width], "memory": memory}
+        engine = gg.compile(model, loss, memory=memory, device=DEVICE, progress=False)
+        found = timed(steps, lambda: engine.backward(path, target))
+        yield row | {"what": "step from a JPEG slide", "seconds": min(found), "all_seconds": found}
+        predicting = gg.compile(model, memory=memory, device=DEVICE, progress=False)
+        forget()
+        found = timed(3, lambda: deque(predicting.stream(path), 0))
+        yield row | {"what": "prediction of a JPEG slide", "seconds": min(found), "peak_gib": peak_gib()}
+
+
+def bag(patches: int, side: int, memories: tuple[str, ...]) -> Iterator[Row]:
+    """Steps of an encoder and an aggregator over a bag, beside the encoder alone in batches."""
+    torch.manual_seed(0)
+    model = resolve("mil:encoder=timm:resnet18&head=abmil&classes=2").to(DEVICE)
+    images, label = torch.randint(0, 256, (patches, 3, side, side), dtype=torch.uint8), torch.tensor([1])
+    encoder = nn.Sequential(model.get_submodule("preprocess"), model.get_submodule("network.encoder"))
+
+    def plainly(size: int) -> None:
+        for part in images.to(DEVICE).split(size):
+            encoder(part).sum().backward()
+
+    best = {size: min(timed(3, partial(plainly, size))) for size in (64, 256, 512)}
+    yield {"what": "plain encoder in batches", "patches": patches, "px": side, "seconds": best}
+    for memory in memories:
+        forget()
+        engine = gg.compile(model, F.cross_entropy, memory=memory, device=DEVICE, progress=False)
+        plan = engine.plan(images, label)
+        step = partial(engine.backward, images, label)
+        row: Row = {"what": "a bag", "patches": patches, "px": side, "memory": memory, "tiles": plan.tile_count}
+        row |= {"predicted_seconds": round(plan.predicted_seconds, 3), "all_seconds": timed(5, step)}
+        yield row | {"peak_gib": peak_gib()} | kernels(step)
+
+
+def lightstream(side: int, tile: int) -> Row:
+    """ResNet-18 by lightstream, whose norms are frozen."""
+    forget()
+    torch.manual_seed(0)
+    constructor = importlib.import_module("lightstream.core.constructor").StreamingConstructor
+    net = resolve(RESNET).get_submodule("network").eval()
+    for module in net.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            module.requires_grad_(False)
+    names = ("conv1", "bn1", "act1", "maxpool", "layer1", "layer2", "layer3", "layer4")
+    body, head = nn.Sequential(*map(net.get_submodule, names)), net.get_submodule("fc").to(DEVICE)
+    settings = {"mean": [0.5] * 3, "std": [0.25] * 3, "add_keep_modules": [nn.BatchNorm2d], "copy_to_gpu": True}
+    streaming = constructor(body, tile, verbose=False, deterministic=False, **settings).prepare_streaming_model()
+    importlib.import_module("lightstream.core.utils").freeze_normalization_layers(streaming.to(DEVICE))
+    for name, value in list(vars(streaming).items()):
+        if isinstance(value, torch.Tensor):
+            setattr(streaming, name, value.to(DEVICE))
+        if isinstance(value, torch.device):
+            setattr(streaming, name, torch.device(DEVICE))
+    image, label = pair(RESNET, side, side)
+
+    def step() -> None:
+        features = streaming(image[None]).to(DEVICE).requires_grad_()
+        loss(head(features.mean((2, 3))), label.to(DEVICE)).backward()
+        streaming.backward(image[None], features.grad)
+
+    found = timed(3, step)
+    return {"what": "lightstream", "px": [side, side], "tile": tile, "seconds": min(found), "peak_gib": peak_gib()}
+
+
 def on_cpu(height: int, width: int, threads: int) -> Iterator[Row]:
     """A step of the paper's network and one of a deep one on the processor beside the GPU."""
     before = torch.get_num_threads()
@@ -254,8 +354,14 @@ def rows(wanted: set[str], *, small: bool) -> Iterator[Row]:
             yield plain(name, side, side)
         for memory, in_tiles in memories if "ours" in wanted else ():
             yield ours(name, side, side, memory, busy="kernels" in wanted, in_tiles=in_tiles)
+        if name == RESNET and "lightstream" in wanted and ON_GPU and importlib.util.find_spec("lightstream"):
+            yield lightstream(side, 2880)
     if "paper" in wanted:
         yield ours("paper", *((256, 320) if small else (16000, 64000)), "8GiB", busy="kernels" in wanted)
+    if "slide" in wanted:
+        yield from from_slide(*((600, 1100) if small else (16000, 64000)), "8GiB")
+    if "bag" in wanted:
+        yield from bag(*((20, 64, ("2GiB",)) if small else (2000, 224, ("40GiB", "3GiB"))))
     if "cpu" in wanted:
         for threads in (2,) if small else (16, 8, 2):
             yield from on_cpu(*((256, 320) if small else (4000, 16000)), threads)
@@ -264,7 +370,7 @@ def rows(wanted: set[str], *, small: bool) -> Iterator[Row]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=360)
-    parser.add_argument("--rows", default="exact,plain,ours,kernels,paper,cpu")
+    parser.add_argument("--rows", default="exact,plain,ours,kernels,lightstream,paper,slide,bag,cpu")
     parser.add_argument("--quick", action="store_true")
     args = parser.parse_args()
     begun, found = time.perf_counter(), list[Row]()
