@@ -25,31 +25,34 @@ _CLEARLY = 0.85
 single timings are off by large factors, and the choice should not flicker."""
 
 
-def trial_seconds(prepared: Prepared, memory_format: str) -> tuple[float, ...]:
-    """Time each pass in this layout, by one run of a middle tile of it; whole-field operators by the cost model."""
+def trial_seconds(prepared: Prepared, memory_format: str, timings: int = 1) -> tuple[float, ...]:
+    """Time each pass in this layout, by the fastest of so many runs of a middle tile of it; whole-field operators by
+    the cost model.
+    """
     layout = torch.channels_last if memory_format == "channels_last" else torch.contiguous_format
     plan, problem, found = prepared.plan, prepared.problem, list[float]()
+    tiles = [(prepared.segments[step.segment], step.phase != "forward") for step in plan.passes]
+    with operator_threads(plan.threads):
+        runs = [[_tile_seconds(prepared, *tile, layout) for tile in tiles] for _ in range(timings)]
     forward = dict[int, float]()
     whole = plan.whole_seconds / max(1, len(plan.passes))
-    with operator_threads(plan.threads):
-        for step in plan.passes:
-            segment = prepared.segments[step.segment]
-            seconds = _tile_seconds(prepared, segment, step.phase != "forward", layout)
-            described = plan.segments[segment.index]
-            computing = seconds * described.tile_count / plan.workers
-            if step.phase == "forward":
-                forward[segment.index] = seconds
-            else:  # what was saved is not computed again
-                computing -= forward.get(segment.index, 0.0) * described.saved_tiles / plan.workers
-            reading = problem.reading.seconds_of(problem.graph, segment)
-            found.append(problem.reading.pass_seconds(reading, computing, plan.readers) + whole)
+    for (segment, backward), seconds in zip(tiles, map(min, zip(*runs, strict=True)), strict=True):
+        described = plan.segments[segment.index]
+        computed = described.tile_count * seconds
+        if backward:  # what was saved is not computed again
+            computed -= described.saved_tiles * forward.get(segment.index, 0.0)
+        else:
+            forward[segment.index] = seconds
+        reading = problem.reading.seconds_of(problem.graph, segment)
+        found.append(problem.reading.pass_seconds(reading, computed / plan.workers, plan.readers) + whole)
     return tuple(found)
 
 
 def timed_passes(prepared: Prepared, memory_format: str) -> tuple[float, ...]:
-    """Time each pass twice and take the faster: the first run of every kernel is slower."""
-    runs = [trial_seconds(prepared, memory_format) for _ in range(_TIMINGS)]
-    return tuple(map(min, zip(*runs, strict=True)))
+    """Time each pass by the faster of a tile's two runs: the first run of every kernel is slower, and on a busy machine
+    any run may be.
+    """
+    return trial_seconds(prepared, memory_format, _TIMINGS)
 
 
 def _tile_seconds(prepared: Prepared, segment: Segment, backward: bool, layout: torch.memory_format) -> float:
