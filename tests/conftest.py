@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import os
 import sys
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from weakref import WeakValueDictionary
 
 # Beside another process, threads that wait spinning take the time that those at work need. Read as PyTorch is loaded.
@@ -23,7 +25,9 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read as Triton is loaded, if that is here
 
 from gigagrad.devices import machine
+from gigagrad.devices.cpu import Cpu, Residue
 from gigagrad.devices.heap import LargeBlocks
+from gigagrad.execution import trial
 from gigagrad.images import open_image, write_label
 from gigagrad.models import resolve, save_model, torchvision_operators  # noqa: F401
 
@@ -39,11 +43,29 @@ settings.load_profile("gigagrad")
 
 @pytest.fixture(scope="session", autouse=True)
 def no_profile(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Whoever has calibrated this machine still gets the plans that everybody gets; where a profile would be saved."""
+    """Whoever has calibrated this machine, and whatever its cache is, gets the plans that everybody gets; where a
+    profile would be saved.
+    """
     path = tmp_path_factory.mktemp("profile") / "machine.json"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(machine, "profile_path", lambda card="": path.with_name("gpu.json") if card else path)
+        patch.setattr(machine, "_CACHES", path.with_name("caches"))
         yield path
+
+
+@pytest.fixture(scope="session", autouse=True)
+def every_tile_takes_a_millisecond() -> Iterator[None]:
+    """Trials of tiles run, and choose what they would on a machine where nothing disturbs them: as everywhere."""
+    milliseconds = itertools.count()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(trial, "time", SimpleNamespace(perf_counter=lambda: next(milliseconds) / 1000))
+        yield
+
+
+@pytest.fixture(autouse=True)
+def nothing_has_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What plans allow for a process's first step does not depend on the tests before."""
+    monkeypatch.setattr(Cpu, "residue", Residue())
 
 
 @pytest.fixture(autouse=True)

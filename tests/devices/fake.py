@@ -22,5 +22,5 @@ class FakeCpu(Cpu):
         return self.held if self.tells else None
 
     def trim(self) -> None:
-        self.trimmed += 1
         self.held = self.held if self.left is None else self.left
+        self.trimmed += 1  # last: others wait for it

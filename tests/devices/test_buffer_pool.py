@@ -104,8 +104,8 @@ def test_what_is_spare_is_not_used_and_goes_with_what_was_freed():
         return found
 
     before = used()
-    block = torch.ones(64 * MAPPED_BYTES, dtype=torch.uint8)
-    assert used() - before > 60 * MAPPED_BYTES
+    block = torch.ones(16 * MAPPED_BYTES, dtype=torch.uint8)
+    assert used() - before > 12 * MAPPED_BYTES
     spare.give(block)
     del block
     assert abs(used() - before) < 4 * MAPPED_BYTES
@@ -143,7 +143,7 @@ def test_the_fields_of_a_step_lie_where_those_of_the_last_one_did():
     torch.manual_seed(0)
     norm = torch.nn.BatchNorm2d(8)
     model = torch.nn.Sequential(torch.nn.Conv2d(1, 8, 3, padding=1), norm, torch.nn.ReLU(), torch.nn.Conv2d(8, 1, 1))
-    engine = gg.compile(model.train(), torch.nn.functional.mse_loss, memory="4GiB", tile=(300, 300))
+    engine = gg.compile(model.train(), torch.nn.functional.mse_loss, memory="4GiB", tile=(300, 300), device=FakeCpu())
     image, target = torch.rand(1, 600, 600), torch.rand(1, 600, 600)
     found = []
     for _ in range(3):

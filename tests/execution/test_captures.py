@@ -13,6 +13,7 @@ from torch import nn
 import gigagrad as gg
 from gigagrad.events import Notice
 from gigagrad.execution import captures
+from tests.devices.fake import FakeCpu
 
 collections = 0
 IMAGE, TARGET = torch.rand(1, 20, 20), torch.rand(1, 20, 20)
@@ -131,7 +132,7 @@ def test_a_model_that_counts_leaves_room_for_other_graphs(traced):
 
 def test_an_annealed_number_keeps_the_tiles():
     model = Model()
-    engine = gg.compile(model, mse, memory="2 GiB")
+    engine = gg.compile(model, mse, memory="2 GiB", device=FakeCpu())
     first = engine.plan(IMAGE, TARGET)
     model.scale = 0.5
     second = engine.plan(IMAGE, TARGET)

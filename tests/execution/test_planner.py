@@ -163,12 +163,12 @@ def test_an_optimizer_is_counted_until_a_step_shows_what_it_holds():
     model = torch.nn.Conv2d(1, 512, 16, stride=16)
     image, target = torch.zeros(1, 64, 64), torch.zeros(512, 4, 4)
     moments = 2 * sum(parameter.nbytes for parameter in model.parameters())
-    engine = gg.compile(model, torch.nn.functional.mse_loss, memory=4 * 2**30)
+    engine = gg.compile(model, torch.nn.functional.mse_loss, memory=4 * 2**30, device=FakeCpu())
     before = parameters(engine.plan(image, target))
     engine.backward(image, target)
     assert parameters(engine.plan(image, target)) == before
     torch.optim.SGD(model.parameters(), lr=0.1).step()
-    other = gg.compile(model, torch.nn.functional.mse_loss, memory=4 * 2**30)
+    other = gg.compile(model, torch.nn.functional.mse_loss, memory=4 * 2**30, device=FakeCpu())
     image, target = torch.zeros(1, 64, 80), torch.zeros(512, 4, 5)  # a size that is planned anew
     assert parameters(other.plan(image, target)) - parameters(engine.plan(image, target)) == moments
 
@@ -178,7 +178,7 @@ def test_of_a_named_optimizer_its_own_state_is_counted_until_it_is_there():
     image, target = torch.zeros(1, 64, 64), torch.zeros(512, 4, 4)
     adam = torch.optim.Adam(model.parameters())
     engines = {
-        name: gg.compile(model, torch.nn.functional.mse_loss, memory=4 * 2**30, optimizer=optimizer)
+        name: gg.compile(model, torch.nn.functional.mse_loss, memory=4 * 2**30, device=FakeCpu(), optimizer=optimizer)
         for name, optimizer in (
             ("none", torch.optim.SGD(model.parameters(), lr=0.1)),
             ("one", torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)),

@@ -16,6 +16,7 @@ from gigagrad.devices.cpu import Cpu
 from gigagrad.errors import BudgetError
 from gigagrad.events import Event, Notice, StepMeasured, TileDone
 from gigagrad.execution.whole import Copies, WholeRun
+from tests.devices.fake import FakeCpu
 
 
 def conv(inputs: int, outputs: int) -> nn.Conv2d:
@@ -166,10 +167,10 @@ def test_values_without_a_loss():
 def test_what_does_not_fit_is_computed_in_tiles():
     model = nn.Sequential(conv(2, 32), nn.ReLU(), conv(32, 32), nn.ReLU(), conv(32, 1))
     image, target = torch.rand(2, 512, 512), torch.rand(1, 512, 512)
-    engine = gg.compile(model, F.mse_loss)
-    roomy = engine.plan(image, target)
+    roomy = gg.compile(model, F.mse_loss, device=FakeCpu()).plan(image, target)
     most = sum(amount.size_bytes for amount in roomy.fixed if "activations" in amount.name)
-    tight = gg.compile(model, F.mse_loss, memory=roomy.predicted_peak_bytes - most // 2 - most // 4)
+    room = roomy.predicted_peak_bytes - most // 2 - most // 4
+    tight = gg.compile(model, F.mse_loss, memory=room, device=FakeCpu())
     assert roomy.whole
     assert tight.plan(image, target).whole is None
     with pytest.raises(BudgetError):
