@@ -12,7 +12,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from weakref import WeakValueDictionary
 
-# Beside another process, threads that wait spinning take the time that those at work need. Read as PyTorch is loaded.
+# Processes that tests start plan for two threads, however many cores there are. Read as PyTorch is loaded.
+os.environ.setdefault("OMP_NUM_THREADS", "2")
+# Beside another process, threads that wait spinning take the time that those at work need.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import numpy as np

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 import weakref
 from contextlib import contextmanager, suppress
@@ -20,6 +21,13 @@ NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 @pytest.fixture
 def interrupts(monkeypatch):
+    reminded, remind = threading.Event(), Interrupts._remind
+
+    def reminding(*given):
+        remind(*given)
+        reminded.set()
+
+    monkeypatch.setattr(Interrupts, "_remind", reminding)
     monkeypatch.setattr("gigagrad.cli.interrupts._AGAIN_SECONDS", 0.05)
     handlers, hook = {number: signal.getsignal(number) for number in NUMBERS}, sys.unraisablehook
     signal.signal(signal.SIGINT, signal.default_int_handler)  # whatever a library has put there
@@ -29,7 +37,7 @@ def interrupts(monkeypatch):
     interrupts.heed()
     yield interrupts
     interrupts.end()
-    time.sleep(0.1 if interrupts.came else 0)  # until nobody reminds
+    assert not interrupts.came or reminded.wait(60)  # who reminded later would strike whatever comes next
     for number, handler in handlers.items():
         signal.signal(number, handler)
     sys.unraisablehook = hook
@@ -142,6 +150,7 @@ def test_what_an_interrupt_leaves_to_be_done_is_done_in_peace_unless_a_person_in
 
 
 def test_what_is_being_imported_is_imported_first(interrupts, tmp_path, monkeypatch):
+    monkeypatch.setattr("gigagrad.cli.interrupts._IMPORT_SECONDS", 60)
     monkeypatch.syspath_prepend(tmp_path)
     source = "import os, signal, time\nos.kill(os.getpid(), signal.SIGTERM)\ntime.sleep(0.3)\nwhole = True\n"
     (tmp_path / "imported_in_test_interrupts.py").write_text(source)

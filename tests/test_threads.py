@@ -156,14 +156,14 @@ def test_an_error_beside_ends_what_goes_on_beside_it():
 
     def work():
         try:
-            threads.side_by_side(fail, range(100))
+            threads.side_by_side(fail, range(1000))
         except ValueError as error:
             return str(error), list(at_work)
         return None
 
     with threads.SideThreads(3, "gigagrad-test") as side:
         assert side.submit(work).result() == ("item 1", [])
-        assert len(begun) < 100
+        assert len(begun) < 1000
         ended = len(begun)
         assert side.submit(lambda: 1).result() == 1  # nobody is still busy
         assert len(begun) == ended

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from threading import Event
+from threading import Event, Semaphore
 
 import numpy as np
 import pytest
@@ -75,6 +74,19 @@ def test_many_threads_share_it() -> None:
     assert cache.held_bytes == held_bytes(cache, range(1, 91)) <= 1000
 
 
+def those_who_wait(cache: TileCache, key: int) -> Semaphore:
+    """Counts who waits for a tile that is being decoded."""
+    come, coming = Semaphore(0), cache._coming[key]
+    result = coming.result
+
+    def noted() -> np.ndarray:
+        come.release()
+        return result()
+
+    coming.result = noted  # type: ignore[method-assign]
+    return come
+
+
 @pytest.mark.parametrize("limit", [30, 5])
 def test_a_tile_that_several_threads_want_at_once_is_decoded_once(limit: int) -> None:
     """Also one that is too large to be held."""
@@ -89,10 +101,9 @@ def test_a_tile_that_several_threads_want_at_once_is_decoded_once(limit: int) ->
     with ThreadPoolExecutor(4) as pool:
         first = pool.submit(cache.get, 10, slow)
         assert begun.wait(60)
+        come = those_who_wait(cache, 10)
         others = [pool.submit(cache.get, 10, slow) for _ in range(3)]
-        while pool._work_queue.qsize():
-            time.sleep(0.001)
-        time.sleep(0.05)  # all of them look for it
+        assert all(come.acquire(timeout=60) for _ in others)
         go_on.set()
         found = [one.result() for one in (first, *others)]
     assert decoded == [10]
@@ -115,8 +126,9 @@ def test_a_tile_that_could_not_be_decoded_is_tried_again_by_whoever_waits() -> N
     with ThreadPoolExecutor(2) as pool:
         first = pool.submit(cache.get, 10, fails_once)
         assert begun.wait(60)
+        come = those_who_wait(cache, 10)
         second = pool.submit(cache.get, 10, fails_once)
-        time.sleep(0.05)
+        assert come.acquire(timeout=60)
         go_on.set()
         with pytest.raises(ValueError, match="corrupt"):
             first.result()

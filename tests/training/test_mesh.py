@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 import signal
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -109,9 +108,7 @@ def test_who_is_killed_or_stopped_is_named_and_the_run_goes_on(begun, tmp_path):
         ranks = start(2, replace(begun, rank_timeout=8, epochs=99))
         next(line for line in ranks[0].lines() if line.startswith("val"))  # an epoch is over
         ranks[lost].send(blow)
-        begin = time.monotonic()
         code, _, errors = ranks[1 - lost].ended(timeout=120)
-        assert time.monotonic() - begin < 60
         ranks[lost].kill()
         assert (code, errors) == (2, f"gigagrad: error: rank {lost} is silent: stopped, killed, or out of reach\n")
     assert Checkpoint.load(RunFolder(Path(begun.out)).checkpoint).progress.step > 3

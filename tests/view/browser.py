@@ -110,7 +110,7 @@ class Browser:
             raise RuntimeError(found["exceptionDetails"].get("exception", {}).get("description", found))
         return found["result"].get("value")
 
-    def wait(self, condition: str, seconds: float = 20) -> Any:
+    def wait(self, condition: str, seconds: float = 120) -> Any:
         """Wait until an expression is true, and return it."""
         end = time.monotonic() + seconds
         while True:

@@ -66,7 +66,7 @@ def served(predicted, jpeg_label, network_dir, tmp_path_factory) -> Iterator[str
     thread.start()
     yield f"http://127.0.0.1:{listening.getsockname()[1]}/{token}/"
     server.should_exit = True
-    thread.join(10)
+    thread.join(120)
     slides.close()
 
 
@@ -217,7 +217,7 @@ class TestPage:
         with Browser() as other:
             other.open(f"http://localhost:{page.getsockname()[1]}/")
             assert other.wait("typeof told !== 'undefined' && told.length === 2 && told") == ["refused", "refused"]
-            end, refused = time.monotonic() + 10, list[int]()
+            end, refused = time.monotonic() + 120, list[int]()
             while not refused and time.monotonic() < end:
                 other.evaluate("0")  # events come along with answers
                 refused = [answer["status"] for answer in other.answers if answer["url"].startswith(served)]
@@ -232,7 +232,7 @@ def test_raw_requests_find_nothing_else(served):
     token = served.split("/")[3]
 
     def status(request: bytes) -> bytes:
-        with socket.create_connection((host, int(port)), timeout=10) as connection:
+        with socket.create_connection((host, int(port)), timeout=120) as connection:
             connection.sendall(request)
             return connection.recv(65536).partition(b"\r\n")[0]
 

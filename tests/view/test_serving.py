@@ -37,18 +37,18 @@ def served(monkeypatch, *sources, **settings):
     thread = threading.Thread(target=view, args=(sources,), kwargs={"tell": told.append, "browser": False, **settings})
     thread.start()
     try:
-        assert ready.wait(20)
+        assert ready.wait(120)
         (place,) = [sock.getsockname()[0] for server in servers[0].servers for sock in server.sockets]
         address = next(word for line in told for word in line.split() if word.startswith("http://"))
         _, _, host, token, _ = address.split("/")
-        with closing(http.client.HTTPConnection(host, timeout=10)) as connection:
+        with closing(http.client.HTTPConnection(host, timeout=120)) as connection:
             connection.request("GET", f"/{token}/catalog")
             answer = connection.getresponse()
             answer.read()
         return told, place, answer
     finally:
         servers[0].should_exit = True
-        thread.join(20)
+        thread.join(120)
         assert not thread.is_alive()
 
 
