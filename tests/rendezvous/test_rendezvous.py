@@ -21,15 +21,17 @@ TORCHRUN = "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_ERR
 
 @pytest.fixture
 def store():
-    return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=9))
+    return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
 
 
-def met(store, ranks, count, seconds=5.0):
-    """What these ranks find of so many, each by a connection of its own."""
-    found = {}
+def met(store, ranks, count, seconds=60.0):
+    """What these ranks find of so many, each by a connection of its own, once all of them are connected."""
+    found, connected = {}, threading.Barrier(len(ranks))
 
     def find(rank):
-        found[rank] = find_members(WatchedStore(store.clone(), 5.0), rank, count, seconds)
+        own = WatchedStore(store.clone(), 60.0)
+        connected.wait(60)
+        found[rank] = find_members(own, rank, count, seconds)
 
     threads = [threading.Thread(target=find, args=(rank,)) for rank in ranks]
     for thread in threads:
@@ -47,19 +49,19 @@ def test_every_start_has_a_number_of_its_own_that_all_know(store):
 
 def test_nobody_takes_what_others_left_for_an_answer(store):
     """Of a first start rank 2 never came, of a second one rank 1."""
-    assert [one.missing for one in met(store, [0, 1], 3, 0.5)] == [[2]] * 2
-    assert [one.missing for one in met(store, [0, 2], 3, 0.5)] == [[1]] * 2
+    assert [one.missing for one in met(store, [0, 1], 3, 1.0)] == [[2]] * 2
+    assert [one.missing for one in met(store, [0, 2], 3, 1.0)] == [[1]] * 2
     assert [(one.start, one.missing) for one in met(store, range(3), 3)] == [(3, [])] * 3
 
 
 def test_a_first_rank_of_an_earlier_start_gives_way(store):
     found = []
-    earlier = threading.Thread(target=lambda: found.extend(met(store, [0], 3, 30.0)))
+    earlier = threading.Thread(target=lambda: found.extend(met(store, [0], 3, 60.0)))
     earlier.start()
     while not store.add("starts", 0):
         pass
     assert [one.start for one in met(store, range(2), 2)] == [2, 2]
-    earlier.join(timeout=5)
+    earlier.join(timeout=60)
     assert [one.missing for one in found] == [[1, 2]]
 
 
