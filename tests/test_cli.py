@@ -264,6 +264,13 @@ def test_plan_for_a_card_that_is_not_here(tmp_path, capsys):
     assert "by the rates in ours.json, measured on NVIDIA H200" in told("--rates", str(rates))
 
 
+@pytest.fixture
+def fresh_process(monkeypatch):
+    """As if this process had just begun, whatever tests before this one have loaded."""
+    monkeypatch.setattr("gigagrad.devices.cpu.resident_bytes", lambda: 400 << 20)
+
+
+@pytest.mark.usefixtures("fresh_process")
 def test_plan_draws_a_picture_and_names_the_budget_that_works(tmp_path, capsys):
     picture = tmp_path / "plan.svg"
     command = ["plan", "--model", "paper-unet", "--size", "16000x64000"]
@@ -303,6 +310,7 @@ def test_plan_for_an_image_smaller_than_the_network_s_stride(size, capsys):
     assert "internal" not in err
 
 
+@pytest.mark.usefixtures("fresh_process")
 @pytest.mark.parametrize("loss", [("--loss", "bce"), ("--predict",)])
 def test_plan_for_a_bag_of_patches(loss, capsys):
     pytest.importorskip("timm")
@@ -349,12 +357,10 @@ class Net(nn.Sequential):
 
 
 @pytest.fixture
-def deep(tmp_path, monkeypatch):
+def deep(tmp_path, monkeypatch, fresh_process):
     """The command for a network whose fields are worth keeping in scratch, on a slow processor of 8 threads."""
     (tmp_path / "nets_to_plan.py").write_text(DEEP)
     monkeypatch.syspath_prepend(tmp_path)
-    # As of a fresh process, whatever tests before this one have loaded.
-    monkeypatch.setattr("gigagrad.devices.cpu.resident_bytes", lambda: 400 << 20)
     rates = tmp_path / "slow.json"
     write_profile(rates, Machine(flops_per_second=1e9))
     profile = json.loads(rates.read_text())
@@ -376,7 +382,7 @@ def test_plan_for_another_machine(deep, tmp_path, capsys):
     assert scratch["seconds"] < 0.95 * plain.predicted_seconds
     there, _ = planned([*deep, "--scratch-bytes", str(scratch["size_bytes"])], capsys)
     assert 0 < there.bytes_in("disk") <= scratch["size_bytes"]
-    assert there.predicted_seconds == pytest.approx(scratch["seconds"], rel=0.1)  # the process has grown meanwhile
+    assert there.predicted_seconds == pytest.approx(scratch["seconds"], rel=0.1)  # of another plan
     some, _ = planned([*deep, "--scratch", str(tmp_path), "--scratch-bytes", "1MiB"], capsys)
     assert some.bytes_in("disk") <= 2**20
     fewer, _ = planned([*deep, "--threads", "1"], capsys)

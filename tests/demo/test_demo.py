@@ -13,7 +13,7 @@ from gigagrad.errors import ConfigError
 from gigagrad.events import Events, JobAdvanced, JobStarted, Notice
 
 TINY = dataclasses.replace(QUICK, slides=3, height=256, width=320, epochs=2, large_height=400, large_width=900)
-MEMORY = "2GiB"
+MEMORY = "16GiB"
 
 
 @pytest.fixture(autouse=True)

@@ -6,7 +6,9 @@ MIB = 2**20
 
 
 class FakeCpu(Cpu):
-    """`held` bytes are held, and `left` of them once freed memory is given back; `trimmed` counts how often it was."""
+    """Has 64 GiB free. `held` bytes are held, and `left` of them once freed memory is given back; `trimmed` counts how
+    often it was.
+    """
 
     def __init__(self, held: int = 400 * MIB, left: int | None = None) -> None:
         super().__init__("cpu")
@@ -20,6 +22,9 @@ class FakeCpu(Cpu):
 
     def used_bytes(self, enough: int = 0) -> int | None:
         return self.held if self.tells else None
+
+    def free_bytes(self) -> int:
+        return 64 * 2**30
 
     def trim(self) -> None:
         self.held = self.held if self.left is None else self.left

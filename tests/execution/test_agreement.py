@@ -144,7 +144,7 @@ def test_a_later_step_is_compared_as_well(model, name):
 
 def test_ranks_with_other_memory_and_copies_of_one_image_run(model):
     def own(step: Step) -> None:
-        step.options.update(memory="6 GiB")
+        step.options.update(memory="16 GiB")
         step.image = np.asfortranarray(step.image.numpy())
         step.model[3].to(memory_format=torch.channels_last)
 

@@ -16,7 +16,7 @@ from gigagrad.events import Event
 )
 def test_a_copy_trains_a_model_of_its_own(net, pair, copied, assert_exact, whole):
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    engine = gg.compile(net, F.binary_cross_entropy_with_logits, memory="3 GiB", optimizer=optimizer, seed=3)
+    engine = gg.compile(net, F.binary_cross_entropy_with_logits, memory="16 GiB", optimizer=optimizer, seed=3)
     told: list[Event] = []
     engine.events.subscribe(told.append)
     value, expected = whole(net, engine.loss, pair.image, pair.target[None])

@@ -63,7 +63,7 @@ def step(
     return engine, saved, [loss, image.grad, *(p.grad for p in model.parameters() if p.grad is not None)]
 
 
-@pytest.mark.parametrize("memory", [None, "4 GiB"])
+@pytest.mark.parametrize("memory", [None, "16 GiB"])
 @pytest.mark.parametrize(
     ("model", "shape", "tile"), [(Norms, (1, 3, 40, 52), (16, 16)), (Patches, (30, 3, 16, 16), (7, 1))]
 )

@@ -18,6 +18,7 @@ from gigagrad.images import open_image, write_pyramid
 from gigagrad.images.slide_bag import CaseBag
 from gigagrad.models.mil import HEADS, BagNetwork
 from gigagrad.prediction.attention import WithAttention, attends, cell_px, painted, ranks, write_attention
+from tests.devices.fake import FakeCpu
 
 
 class Encoder(nn.Module):
@@ -40,7 +41,7 @@ def test_attention_and_output_are_the_models_own_and_the_encoder_runs_once(head)
     model = nn.Sequential(nn.Identity(), network).eval()
     bag = torch.randint(0, 256, (7, 3, 16, 16), dtype=torch.uint8)
     assert attends(model)
-    output, attention = gg.compile(WithAttention(model).eval(), memory="1.5 GiB").forward(bag)
+    output, attention = gg.compile(WithAttention(model).eval(), memory="1.5 GiB", device=FakeCpu()).forward(bag)
     with torch.no_grad():
         torch.testing.assert_close(output, model(bag))
         torch.testing.assert_close(attention, network.attention(bag))

@@ -18,6 +18,7 @@ from gigagrad.images.bag import ArrayBag
 from gigagrad.prediction import Encoder
 from gigagrad.units import parse_bytes
 from tests.devices.apart import NAME
+from tests.devices.fake import FakeCpu
 
 
 class Net(nn.Module):
@@ -168,15 +169,15 @@ def test_what_makes_no_row_of_each_patch_is_refused(net, told, bag):
 def test_batches_become_smaller_before_fewer_are_computed_side_by_side(bag):
     net = nn.Sequential(nn.Conv2d(3, 64, 3, padding=1), nn.AdaptiveAvgPool2d(1), nn.Flatten())
     bag = ArrayBag(np.broadcast_to(np.float32(0), (100, 3, 512, 512)))
-    most = Encoder(net).batches(bag)
+    most = Encoder(net, device=FakeCpu()).batches(bag)
     assert most.size == 16
-    tight = Encoder(net, memory=most.predicted_peak_bytes - most.tile_bytes // 2).batches(bag)
+    tight = Encoder(net, memory=most.predicted_peak_bytes - most.tile_bytes // 2, device=FakeCpu()).batches(bag)
     assert tight.workers == most.workers
     assert 1 <= tight.size < 16
     assert tight.predicted_peak_bytes < most.predicted_peak_bytes
     with pytest.raises(BudgetError, match=r"cannot be encoded one by one.*smallest budget that works") as refused:
-        Encoder(net, memory="64 MiB").batches(bag)
-    assert Encoder(net, memory=refused.value.smallest_bytes).batches(bag).size == 1
+        Encoder(net, memory="64 MiB", device=FakeCpu()).batches(bag)
+    assert Encoder(net, memory=refused.value.smallest_bytes, device=FakeCpu()).batches(bag).size == 1
 
 
 def test_the_digest_follows_from_weights_and_settings(net):

@@ -20,7 +20,7 @@ from gigagrad.training.folder import Checkpoint, RunFolder
 
 @pytest.fixture
 def config(cohort_csv, tmp_path):
-    return FitConfig(slides=str(cohort_csv), out=str(tmp_path / "run"), epochs=1, checkpoint_seconds=0, memory="2 GiB")
+    return FitConfig(slides=str(cohort_csv), out=str(tmp_path / "run"), epochs=1, checkpoint_seconds=0, memory="16 GiB")
 
 
 @pytest.fixture
@@ -174,7 +174,7 @@ def test_the_folder_predicts_as_the_run_does(config, cohort_csv, tmp_path):
     fit(replace(config, grey=True, classes=("tissue",)))
     for run in ("run", "run/model"):
         settings = PredictConfig(
-            run=tmp_path / run, slides=(cohort_csv,), out=tmp_path / "out" / run, split="test", memory="2 GiB"
+            run=tmp_path / run, slides=(cohort_csv,), out=tmp_path / "out" / run, split="test", memory="16 GiB"
         )
         assert settings.resolved_input_view.grey
         assert settings.resolved_table is not None
