@@ -2,6 +2,7 @@
 
 import copy
 import importlib
+from typing import Any
 
 import pytest
 import torch
@@ -12,12 +13,20 @@ import gigagrad as gg
 from gigagrad.errors import CaptureError
 
 importlib.import_module("gigagrad.models.torchvision_operators")
-monai = pytest.importorskip("monai.losses")
-smp = pytest.importorskip("segmentation_models_pytorch.losses")
+monai: Any
+smp: Any
 
 HEIGHT, WIDTH = 60, 70
 IGNORED = 255
 pytestmark = pytest.mark.filterwarnings("ignore")  # what these libraries warn of
+
+
+@pytest.fixture(scope="module", autouse=True)
+def libraries():
+    """Loaded by the process that runs these tests, not by each that collects them: it takes seconds."""
+    global monai, smp
+    monai = pytest.importorskip("monai.losses")
+    smp = pytest.importorskip("segmentation_models_pytorch.losses")
 
 
 def made_targets():

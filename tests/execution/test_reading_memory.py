@@ -9,15 +9,16 @@ from pathlib import Path
 
 import pytest
 
+from gigagrad.images import make_slide
+
 _ONE_STEP = """
 import json, sys
 import torch
 import gigagrad as gg
-from gigagrad.images import make_slide, open_image
+from gigagrad.images import open_image
 from gigagrad.plans.problem import Reading
 
 readers, grey, folder = int(sys.argv[1]), sys.argv[2] == "grey", sys.argv[3]
-make_slide(f"{folder}/slide.tif", height=6000, width=5000, seed=0, mask_path=f"{folder}/mask.tif")
 Reading.readers = lambda *_: readers
 torch.manual_seed(0)
 channels = 1 if grey else 3
@@ -35,10 +36,18 @@ print(json.dumps({"measured": run.peak_bytes, "predicted": run.predicted_peak_by
 """
 
 
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a slide and its mask."""
+    folder = tmp_path_factory.mktemp("slides")
+    make_slide(folder / "slide.tif", height=6000, width=5000, seed=0, mask_path=folder / "mask.tif")
+    return folder
+
+
 @pytest.mark.parametrize(("readers", "kind"), [(1, "colour"), (6, "grey")])
-def test_crops_that_wait_stay_below_the_prediction(tmp_path: Path, readers: int, kind: str) -> None:
+def test_crops_that_wait_stay_below_the_prediction(folder: Path, readers: int, kind: str) -> None:
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", _ONE_STEP, f"{readers}", kind, f"{tmp_path}"],
+        [sys.executable, "-W", "ignore", "-c", _ONE_STEP, f"{readers}", kind, f"{folder}"],
         capture_output=True,
         text=True,
         check=False,
