@@ -195,15 +195,19 @@ class Graph:
     reads: tuple[tuple[int, ...], ...] = field(init=False)
     """For each node the fields that it reads, without repetitions."""
     _gathers: Mapping[int, tuple[int, ...]] = field(init=False)
+    _reductions: Mapping[int, tuple[int, ...]] = field(init=False)
 
     def __post_init__(self) -> None:
         reads = (tuple(i for i in dict.fromkeys(node.operands) if self.nodes[i].is_field) for node in self.nodes)
         object.__setattr__(self, "reads", tuple(reads))
-        gathers = dict[int, tuple[int, ...]]()
+        gathers, reductions = dict[int, tuple[int, ...]](), dict[int, tuple[int, ...]]()
         for node in self.nodes:
             if node.op == GATHER:
                 gathers[node.operands[0]] = (*gathers.get(node.operands[0], ()), node.id)
+            elif node.is_reduction:
+                reductions[node.operands[0]] = (*reductions.get(node.operands[0], ()), node.id)
         object.__setattr__(self, "_gathers", gathers)
+        object.__setattr__(self, "_reductions", reductions)
 
     def with_whole(self, pixels: int) -> Graph:
         """Return the graph in which fields of at most so many pixels are whole; itself for none."""
@@ -253,6 +257,10 @@ class Graph:
     def gathers(self, field: int) -> tuple[int, ...]:
         """Return the nodes that hand a field whole to whole-field operators."""
         return self._gathers.get(field, ())
+
+    def reductions(self, field: int) -> tuple[int, ...]:
+        """Return the reductions of a field."""
+        return self._reductions.get(field, ())
 
     def read_late(self) -> set[int]:
         """Find the globals made of parameters and constants alone that globals read which need the pixels, too.

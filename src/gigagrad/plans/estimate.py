@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from math import prod
 from typing import Final, NamedTuple
 
 from gigagrad.allowances import (
@@ -41,6 +42,7 @@ from gigagrad.plans.problem import Problem
 from gigagrad.plans.saving import Savable
 from gigagrad.plans.segments import Segment, moved_fields
 from gigagrad.stores import Tier
+from gigagrad.stores.store import Size
 
 ABOUT_AS_FAST = 1.1
 """Times that differ by less are alike, as far as rates can tell."""
@@ -282,19 +284,25 @@ class SegmentTiles:
 
     def _moved_bytes(self, cost: TileCost, phase: str, tier: Tier) -> float:
         """Return the bytes that one tile of a pass reads from and writes to a tier."""
-        segment, problem, graph = self.segment, self.problem, self.problem.graph
+        moving = self._moving[phase != "forward"].get(tier.name, ())
+        return sum(tier.crop_bytes(size, cost.crops.get(i, (0, 0)), pixel) for i, size, pixel in moving)
 
-        def moved(fields: Iterable[int], *, cotangents: bool = False) -> float:
-            found = 0.0
-            for i in fields:
-                if self.kept.get(i) == tier.name:
-                    pixel = graph[i].bytes_per_pixel if cotangents else problem.stored_bytes_per_pixel(i, tier)
-                    size = graph[i].size(0), graph[i].size(1)
-                    found += tier.crop_bytes(size, cost.crops.get(i, (0, 0)), pixel)
-            return found
-
-        values, of_cotangents = moved_fields(graph, segment, backward=phase != "forward")
-        return moved(values) + moved(of_cotangents, cotangents=True)
+    @cached_property
+    def _moving(self) -> tuple[dict[str, list[tuple[int, Size, int]]], ...]:
+        """The fields that a forward and that a backward pass move, each as often as it moves, by the tier in which they
+        are kept, with their sizes and the bytes of a pixel there.
+        """
+        problem, graph = self.problem, self.problem.graph
+        found = dict[str, list[tuple[int, Size, int]]](), dict[str, list[tuple[int, Size, int]]]()
+        for backward, moving in enumerate(found):
+            values, cotangents = moved_fields(graph, self.segment, backward=bool(backward))
+            for place, i in enumerate((*values, *cotangents)):
+                if (name := self.kept.get(i)) is not None:
+                    pixel = graph[i].bytes_per_pixel
+                    if place < len(values):
+                        pixel = problem.stored_bytes_per_pixel(i, problem.tier(name))
+                    moving.setdefault(name, []).append((i, (graph[i].size(0), graph[i].size(1)), pixel))
+        return found
 
     def amounts(self, cost: TileCost) -> tuple[Amount, ...]:
         """Return the amounts for a tile shape, counted once: they are asked for often while tiles are chosen."""
@@ -370,36 +378,40 @@ class SegmentTiles:
 
     def _behind_bytes(self, cost: TileCost) -> int:
         """Count results that wait to be written to other tiers, and what goes to or from these on its way, at most."""
-        graph, segment, memory = self.problem.graph, self.segment, self.problem.memory.name
-        elsewhere = [i for i in (*segment.reads, *segment.kept) if self.kept.get(i, memory) != memory]
-        if not elsewhere:
+        graph, segment = self.problem.graph, self.segment
+        if not self._elsewhere:
             return 0
 
         def behind(fields: tuple[int, ...]) -> int:
-            sizes = [cost.crops.get(i, (0, 0)) for i in fields]
-            return sum(h * w * graph[i].bytes_per_pixel for i, (h, w) in zip(fields, sizes, strict=True))
+            there = (i for i in fields if i in self._elsewhere)
+            return sum(prod(cost.crops.get(i, (0, 0))) * graph[i].bytes_per_pixel for i in there)
 
-        most = behind(tuple(i for i in segment.kept if i in elsewhere))
+        most = behind(segment.kept)
         if self.backward:
-            most = max(most, behind(tuple(i for i in segment.reads if i in elsewhere and graph[i].differentiable)))
+            most = max(most, behind(tuple(i for i in segment.reads if graph[i].differentiable)))
         buffers = [
-            self.problem.tier(self.kept[i]).buffer_bytes(
-                (graph[i].size(0), graph[i].size(1)), cost.crops.get(i, (0, 0)), graph[i].bytes_per_pixel
-            )
-            for i in elsewhere
+            tier.buffer_bytes(size, cost.crops.get(i, (0, 0)), graph[i].bytes_per_pixel)
+            for i, (tier, size) in self._elsewhere.items()
         ]
-        return (WRITES_BEHIND + 1) * most + max(buffers, default=0)  # those that wait, and the one on its way
+        return (WRITES_BEHIND + 1) * most + max(buffers)  # those that wait, and the one on its way
+
+    @cached_property
+    def _elsewhere(self) -> dict[int, tuple[Tier, Size]]:
+        """The fields that the segment reads and keeps in other tiers than the memory, and their sizes."""
+        problem, graph, memory = self.problem, self.problem.graph, self.problem.memory.name
+        found = [i for i in (*self.segment.reads, *self.segment.kept) if self.kept.get(i, memory) != memory]
+        return {i: (problem.tier(self.kept[i]), (graph[i].size(0), graph[i].size(1))) for i in found}
 
     def _overlap_bytes(self, cost: TileCost) -> int:
         """Count the overlaps of one chunk: what its crops share with the lines of tiles before it and, where it begins
         inside a line, with the tile before it.
         """
-        graph, chunks = self.problem.graph, min(self.chunks, cost.tile_count)
-        read = [i for i in self.segment.reads if graph[i].differentiable and i in cost.crops] if self.backward else []
+        graph, found = self.problem.graph, 0
+        if not self.backward or min(self.chunks, cost.tile_count) <= 1:
+            return found
         target = graph[reference(graph, self.segment)]
         across, along = (0, 1) if runs_by_rows(self.segment, target) else (1, 0)
-        found = 0
-        for i in read if chunks > 1 else ():
+        for i in (i for i in self.segment.reads if graph[i].differentiable and i in cost.crops):
             shared = [_shared_pixels(graph[i].size(axis), cost.tiles[axis], cost.crops[i][axis]) for axis in (0, 1)]
             length = graph[i].size(along)
             if cost.tiles[across] < self.chunks:

@@ -86,7 +86,7 @@ def segment_for(graph: Graph, roots: Iterable[int], stored: Iterable[int], kept:
     stored.
     """
     wanted = set(roots)
-    reductions = [node.id for node in graph.nodes if node.is_reduction and node.operands[0] in wanted]
+    reductions = sorted(reduction for root in wanted for reduction in graph.reductions(root))
     delivers = graph.output if graph.output in wanted else None
     return _segment(graph, 0, reductions, sorted(kept), delivers, set(stored))
 

@@ -11,7 +11,7 @@ import shutil
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cached_property, lru_cache
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -35,13 +35,6 @@ MOST_BYTES = 64 * 2**10
 _SIDES_PX = (8, 16, 32, 64)
 
 
-@cache  # plans ask a million times, of a few sizes
-def _side(bytes_per_pixel: int) -> int:
-    """Return the pixels along a brick's side: as many as keep it within 64 KiB, but between 8 and 64."""
-    fitting = [side for side in _SIDES_PX if side * side * bytes_per_pixel <= MOST_BYTES]
-    return max(fitting, default=_SIDES_PX[0])
-
-
 @dataclass(frozen=True)
 class Bricks:
     """A field of `height x width` pixels, of so many bytes each, in small square blocks: any box is a few long runs.
@@ -54,10 +47,11 @@ class Bricks:
     width: int
     bytes_per_pixel: int
 
-    @property
+    @cached_property
     def side(self) -> int:
-        """Return the pixels along a brick's side."""
-        return _side(self.bytes_per_pixel)
+        """Return the pixels along a brick's side: as many as keep it within 64 KiB, but between 8 and 64."""
+        fitting = [side for side in _SIDES_PX if side * side * self.bytes_per_pixel <= MOST_BYTES]
+        return max(fitting, default=_SIDES_PX[0])
 
     @cached_property
     def shape(self) -> tuple[int, int]:
@@ -107,6 +101,12 @@ class Bricks:
 Bytes = npt.NDArray[np.uint8]
 
 _imagecodecs: Any = imagecodecs  # takes any buffer; its type stubs name only three kinds
+
+
+@lru_cache(maxsize=1024)
+def _bricks(size: Size, pixel_bytes: int) -> Bricks:
+    """Return the bricks of a field; plans ask for the same ones a million times."""
+    return Bricks(*size, pixel_bytes)
 
 
 @dataclass(frozen=True)
@@ -331,16 +331,16 @@ class DiskTier(Tier):
         return _OpenFolder(Scratch(self._folder, needed_bytes), codec)
 
     def field_bytes(self, size: Size, pixel_bytes: int) -> int:
-        return Bricks(*size, pixel_bytes).file_bytes
+        return _bricks(size, pixel_bytes).file_bytes
 
     def crop_bytes(self, size: Size, crop: Size, pixel_bytes: int) -> float:
         """Return the bytes of the bricks that it touches, on average over where it may lie."""
-        height, width, side = *crop, _side(pixel_bytes)
+        height, width, side = *crop, _bricks(size, pixel_bytes).side
         nbytes = height * width * pixel_bytes
         return (height + side - 1) * (width + side - 1) / (height * width) * nbytes if nbytes else 0.0
 
     def buffer_bytes(self, size: Size, crop: Size, pixel_bytes: int) -> int:
-        return ROWS_AT_ONCE * Bricks(*size, pixel_bytes).row_bytes(crop[1])
+        return ROWS_AT_ONCE * _bricks(size, pixel_bytes).row_bytes(crop[1])
 
     def link_seconds(self, nbytes: float, machine: Machine) -> float:
         return nbytes / machine.disk_bytes_per_second
