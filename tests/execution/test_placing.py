@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import tifffile
 import torch
+import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
@@ -75,8 +76,11 @@ def test_bands_cover_an_image_in_whole_blocks(size: tuple[int, int], block: tupl
     assert all(box.y0 % block[0] == box.x0 % block[1] == 0 for box in boxes)
 
 
-def test_a_prediction_reads_what_the_device_holds(slide: Path, decoded: Counter[object]) -> None:
-    """As `forward` and `stream` give it, with the bits of tiles that read crops; where there is no room, those."""
+def test_a_prediction_reads_what_the_device_holds(
+    slide: Path, decoded: Counter[object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As `forward` and `stream` give it, with the bits of tiles that read crops."""
+    monkeypatch.setattr("gigagrad.images.tiff.CACHE_BYTES", 0)
     torch.manual_seed(0)
     model = nn.Sequential(
         gg.models.Normalise(), nn.Conv2d(3, 4, 5, padding=2), nn.ReLU(), nn.Conv2d(4, 1, 3, padding=1)
@@ -89,3 +93,14 @@ def test_a_prediction_reads_what_the_device_holds(slide: Path, decoded: Counter[
     assert set(decoded.values()) == {1}
     for box, crop in there.stream(slide):
         assert torch.equal(crop, expected[..., box.y0 : box.y1, box.x0 : box.x1])
+
+
+def test_the_gradient_of_an_image_reads_what_the_device_holds() -> None:
+    torch.manual_seed(0)
+    image, target = torch.rand(3, 90, 70), torch.rand(1, 90, 70)
+    model = nn.Sequential(nn.Conv2d(3, 4, 5, padding=2), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 1, 3, padding=1))
+    expected, found = (
+        gg.compile(model, F.mse_loss, tile=(32, 24), device=device, progress=False).image_gradient(image, target)
+        for device in ("cpu", RecordingCpu())
+    )
+    assert torch.equal(found, expected)
