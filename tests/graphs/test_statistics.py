@@ -5,6 +5,7 @@ import functools
 import pytest
 import torch
 
+from gigagrad.graphs import statistics
 from gigagrad.graphs.statistics import average, grouped, merged, moments, normalise, variance
 
 EVERY = [[0, 2, 3], [2, 3], [1, 2, 3]]
@@ -62,6 +63,37 @@ def test_on_a_gpu(layout, dtype):
         found.append([one.detach().cpu() for one in (values, sums, *gradients)])
     for here, there in zip(*found, strict=True):
         torch.testing.assert_close(there, here, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("layout", [torch.channels_last, torch.contiguous_format])
+def test_by_a_kernel_that_reads_a_value_a_channel(layout, monkeypatch):
+    """As on a GPU, with what PyTorch's kernel does written in operators."""
+
+    def elemt(values, weight, bias, mean, invstd, eps):
+        assert {mean.shape, invstd.shape} == {(values.shape[1],)}
+        assert mean.dtype == invstd.dtype == torch.promote_types(values.dtype, torch.float32)
+        assert bias is None or bias.shape == mean.shape
+        assert weight is None
+        assert eps == 0
+        calls.append(values.shape)
+        per_channel = [one.view(-1, 1, 1) for one in (mean, invstd, torch.zeros_like(mean) if bias is None else bias)]
+        return ((values - per_channel[0]) * per_channel[1] + per_channel[2]).to(values.dtype)
+
+    torch.manual_seed(0)
+    field = (3 + torch.randn(2, 6, 9, 11, dtype=torch.float64)).contiguous(memory_format=layout).requires_grad_()
+    leaves = [field, *(torch.rand(6, dtype=torch.float64).requires_grad_() for _ in range(3))]
+
+    def found():
+        values, sums = normalise(*leaves), moments(field, [0, 2, 3])
+        cotangents = [values.detach().cos(), sums.detach().sin()]
+        return [values, sums, *torch.autograd.grad([values, sums], leaves, cotangents)]
+
+    expected, calls = found(), list[torch.Size]()
+    monkeypatch.setattr(statistics, "_by_channel", lambda values: True)
+    monkeypatch.setattr(torch, "batch_norm_elemt", elemt)
+    for here, there in zip(expected, found(), strict=True):
+        torch.testing.assert_close(there, here)
+    assert len(calls) == 3
 
 
 def test_channels_are_grouped():

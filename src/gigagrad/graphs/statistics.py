@@ -68,14 +68,21 @@ def _about(values: torch.Tensor, dims: list[int], count: int) -> torch.Tensor:
     return torch.mean(values, dims, keepdim=True)
 
 
+def _by_channel(values: torch.Tensor) -> bool:
+    """Say whether the device has a kernel that reads one value a channel: on CUDA operators that broadcast take seven
+    times as long, and PyTorch's gradient of a normalised field, too (docs/decisions/0070-a-profile-of-a-gpu.md).
+    """
+    return values.device.type == "cuda"
+
+
 def _affine(
     values: torch.Tensor, mean: torch.Tensor, scale: torch.Tensor | None = None, shift: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Compute `(values - mean) * scale + shift`, these three with axes of 1 where `values` has more: in one pass on
-    CUDA where they have one value a channel. Operators that broadcast take seven times as long there (an H200).
+    """Compute `(values - mean) * scale + shift`, these three with axes of 1 where `values` has more: in one pass where
+    they have one value a channel and the device has a kernel for that.
     """
     channels = values.shape[1] if values.ndim == 4 else 0
-    if values.device.type == "cuda" and mean.shape == (1, channels, 1, 1):
+    if _by_channel(values) and mean.shape == (1, channels, 1, 1):
         scale = mean.new_ones(channels) if scale is None else scale.flatten()
         shift = None if shift is None else shift.flatten()
         result: torch.Tensor = torch.batch_norm_elemt(values, None, shift, mean.flatten(), scale, 0.0)
@@ -171,8 +178,7 @@ class _Normalise(torch.autograd.Function):
     def backward(ctx: Any, *cotangents: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         field, mean, scale, ones = ctx.saved_tensors
         asked, cotangent = ctx.needs_input_grad[0], cotangents[0]
-        # CUDA's kernel for the field's own gradient is seven times as slow as that of the forward (an H200).
-        apart = field.device.type == "cuda" and asked
+        apart = asked and _by_channel(field)
         if cotangent.stride() != field.stride():
             cotangent = torch.empty_like(field).copy_(cotangent)
         # Twice: CUDA's kernel asserts that what a forward in training mode would have saved is there.
