@@ -1,11 +1,10 @@
 """The whole loop on a tiny cohort: what it learns, writes, continues and refuses."""
 
 import json
-import os
+import shutil
 import signal
 import subprocess
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -38,9 +37,36 @@ def two_classes(tmp_path, monkeypatch):
     return "networks_of_test_fit:two"
 
 
+def config_of(cohort_csv, out):
+    return FitConfig(slides=str(cohort_csv), out=str(out), epochs=2, checkpoint_seconds=0)
+
+
 @pytest.fixture
 def config(cohort_csv, tmp_path):
-    return FitConfig(slides=str(cohort_csv), out=str(tmp_path / "run"), epochs=2, checkpoint_seconds=0)
+    return config_of(cohort_csv, tmp_path / "run")
+
+
+@pytest.fixture(scope="module")
+def whole(cohort_csv, tmp_path_factory):
+    """The folder of a run of `config` that nothing has interrupted."""
+    out = tmp_path_factory.mktemp("whole") / "run"
+    fit(config_of(cohort_csv, out))
+    return out
+
+
+@pytest.fixture(scope="module")
+def stopped(cohort_csv, tmp_path_factory):
+    out = tmp_path_factory.mktemp("stopped") / "run"
+    with pytest.raises(KeyboardInterrupt):
+        fit(config_of(cohort_csv, out), [stop_after(2)])
+    return out
+
+
+@pytest.fixture
+def begun(stopped, config):
+    """The folder of `config`, with a run that was stopped after two steps."""
+    shutil.copytree(stopped, config.out)
+    return RunFolder(Path(config.out))
 
 
 def metrics_of(run):
@@ -129,23 +155,21 @@ def test_it_learns(config):
 
 
 @pytest.mark.parametrize("stop", [3, 4])
-def test_an_interrupted_run_ends_with_the_same_bits(config, tmp_path, stop):
-    whole = FitConfig(**{**config.to_dict(), "out": str(tmp_path / "whole")})
-    fit(whole)
+def test_an_interrupted_run_ends_with_the_same_bits(config, tmp_path, whole, stop):
     with pytest.raises(KeyboardInterrupt):
         fit(config, [stop_after(stop)])
     notices = []
     fit(config, [lambda event: notices.append(event.text) if isinstance(event, Notice) else None])
     # The listener stopped it before the checkpoint of that very step was due; what is whole is saved all the same.
     assert notices == [f"continuing {config.out} after step {stop}"]
-    assert same_bits(weights(tmp_path / "run"), weights(tmp_path / "whole"))
+    assert same_bits(weights(tmp_path / "run"), weights(whole))
     for name in ("best.pt", "summary.json"):
-        one, other = (tmp_path / out / name for out in ("run", "whole"))
+        one, other = (out / name for out in (tmp_path / "run", whole))
         if name == "best.pt":
             assert same_bits(load_model(one)[1].state_dict(), load_model(other)[1].state_dict())
         else:
             assert one.read_text() == other.read_text()
-    assert metrics_of(tmp_path / "run") == metrics_of(tmp_path / "whole")
+    assert metrics_of(tmp_path / "run") == metrics_of(whole)
 
 
 def test_slides_of_several_sizes_are_turned_and_continued_too(config, mixed_csv, tmp_path):
@@ -158,35 +182,31 @@ def test_slides_of_several_sizes_are_turned_and_continued_too(config, mixed_csv,
 
 
 _PROGRAM = """
-import sys, torch
+import os, signal, sys, threading, torch
 torch.set_num_threads(1)
+from gigagrad.events import MetricsLogged
 from gigagrad.training import fit
-fit(sys.argv[1], [lambda event: print(type(event).__name__, flush=True)])
+left = int(sys.argv[2])
+
+def listen(event):
+    global left
+    left -= isinstance(event, MetricsLogged)
+    if not left:  # not at a moment of its choosing: perhaps in a step, perhaps while a checkpoint is being written
+        left = -1
+        threading.Timer(0.003 * int(sys.argv[2]), os.kill, (os.getpid(), signal.SIGKILL)).start()
+
+fit(sys.argv[1], [listen])
 """
 
 
-def test_a_killed_process_continues_with_the_same_bits(config, tmp_path):
-    fit(FitConfig(**{**config.to_dict(), "out": str(tmp_path / "whole")}))
+def test_a_killed_process_continues_with_the_same_bits(config, tmp_path, whole):
     config.save(tmp_path / "run.yaml")
-    kills = 0
     for steps in (2, 4):
-        process = subprocess.Popen(
-            [sys.executable, "-c", _PROGRAM, str(tmp_path / "run.yaml")], stdout=subprocess.PIPE, text=True
-        )
-        trained = 0
-        for line in process.stdout:
-            trained += line.strip() == "MetricsLogged"
-            if trained == steps:
-                # Not at a moment of its choosing: perhaps in a step, perhaps while a checkpoint is being written.
-                time.sleep(0.003 * steps)
-                os.kill(process.pid, signal.SIGKILL)
-                break
-        process.stdout.close()
-        kills += process.wait() == -signal.SIGKILL
-    assert kills == 2
+        ended = subprocess.run([sys.executable, "-c", _PROGRAM, str(tmp_path / "run.yaml"), str(steps)])
+        assert ended.returncode == -signal.SIGKILL
     fit(config)
-    assert same_bits(weights(tmp_path / "run"), weights(tmp_path / "whole"))
-    assert metrics_of(tmp_path / "run") == metrics_of(tmp_path / "whole")
+    assert same_bits(weights(tmp_path / "run"), weights(whole))
+    assert metrics_of(tmp_path / "run") == metrics_of(whole)
 
 
 def test_a_finished_run_is_returned_and_can_be_lengthened(config, tmp_path):
@@ -200,9 +220,8 @@ def test_a_finished_run_is_returned_and_can_be_lengthened(config, tmp_path):
     assert same_bits(weights(tmp_path / "run"), weights(tmp_path / "whole"))
 
 
+@pytest.mark.usefixtures("begun")
 def test_another_configuration_is_not_mixed_in(config):
-    with pytest.raises(KeyboardInterrupt):
-        fit(config, [stop_after(2)])
     changed = FitConfig(**{**config.to_dict(), "seed": 1, "learning_rate": 0.1})
     with pytest.raises(ConfigError, match=r"learning_rate: 0.001 then, 0.1 now; seed: 0 then, 1 now.*--overwrite"):
         fit(changed)
@@ -257,10 +276,8 @@ def test_a_changed_cohort_is_noticed(config, cohort_csv, tmp_path):
         fit(mine_config)
 
 
-def test_a_damaged_checkpoint_says_so(config, tmp_path):
-    with pytest.raises(KeyboardInterrupt):
-        fit(config, [stop_after(2)])
-    checkpoint = RunFolder(tmp_path / "run").checkpoint
+def test_a_damaged_checkpoint_says_so(config, begun):
+    checkpoint = begun.checkpoint
     checkpoint.write_bytes(checkpoint.read_bytes()[:1000])
     with pytest.raises(ConfigError, match=r"cannot continue the run: .*checkpoint\.pt is damaged.*--overwrite"):
         fit(config)
@@ -387,12 +404,10 @@ def test_a_run_of_a_function_says_that_only_classes_are_loaded_again(config, two
         load_model(result.best, (two_classes,))
 
 
-def test_what_lies_in_a_run_folder_is_neither_run_nor_followed(config, tmp_path, monkeypatch):
+def test_what_lies_in_a_run_folder_is_neither_run_nor_followed(config, begun, tmp_path, monkeypatch):
     """A stranger's folder: a model that names code, and files that are links to somewhere else."""
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(KeyboardInterrupt):
-        fit(config, [stop_after(2)])
-    run = RunFolder(tmp_path / "run")
+    run = begun
     checkpoint = Checkpoint.load(run.checkpoint)
     probe = "subprocess:getoutput?cmd=touch+ran"
     replace(checkpoint, config={**checkpoint.config, "model": probe, "loss": probe}).save(run.checkpoint)
@@ -431,10 +446,8 @@ def test_what_lies_in_a_run_folder_is_neither_run_nor_followed(config, tmp_path,
         {"progress": None},
     ],
 )
-def test_other_things_in_a_checkpoint_are_one_line(config, tmp_path, changes):
-    with pytest.raises(KeyboardInterrupt):
-        fit(config, [stop_after(2)])
-    path = RunFolder(tmp_path / "run").checkpoint
+def test_other_things_in_a_checkpoint_are_one_line(config, begun, changes):
+    path = begun.checkpoint
     torch.save(torch.load(path, weights_only=True) | changes, path)
     with pytest.raises(ConfigError, match=r"cannot continue the run.*--overwrite") as caught:
         fit(config)
