@@ -13,12 +13,12 @@ from tests.exactness.generated import make_case
 # The plain reference warns where it pads unevenly; that is one of the cases.
 pytestmark = pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths")
 
-CASES = 80
-"""`bench/exactness.py` compares thousands."""
+SEEDS = (*range(40), 42, 47, 50, 52, 68, 73, 75, 79)
+"""All layers, settings of theirs and losses that the first 80 draw. `bench/exactness.py` compares thousands."""
 TOLERANCE = 1e-11
 
 
-@pytest.mark.parametrize("seed", range(CASES))
+@pytest.mark.parametrize("seed", SEEDS)
 def test_generated_network_is_exact(seed: int) -> None:
     case = make_case(seed)
     layout = "channels_last" if seed % 2 else None

@@ -25,6 +25,8 @@ from tests.exactness.networks import (
 pytestmark = pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths")
 
 STEPS, PREDICTIONS = 40, 8
+DRAWN_BY_OTHERS = {1, 5, 9, 15, 17, 21, 25, 36, 38}
+"""Seeds all of whose operators, options and losses the steps of the others have, too."""
 TOLERANCE = 1e-9
 
 HEAD = {"out": 1, "kernel_size": 1}
@@ -72,7 +74,7 @@ def drawn(seed: int) -> Recipe:
 
 
 # The same networks in every run: the suite says what a change broke; bench/networks.py looks for new ones.
-@pytest.mark.parametrize("seed", range(STEPS))
+@pytest.mark.parametrize("seed", sorted({*range(STEPS)} - DRAWN_BY_OTHERS))
 def test_a_training_step_is_exact(seed: int) -> None:
     recipe = drawn(seed)
     outcome = compare_step(recipe)

@@ -226,7 +226,7 @@ print(json.dumps([batches.size, peak_resident_bytes(), batches.predicted_peak_by
 """
 
 
-@pytest.mark.parametrize(("memory", "patches"), [("1 GiB", 200), ("430 MiB", 100), ("480 MiB", 100)])
+@pytest.mark.parametrize(("memory", "patches"), [("1 GiB", 100), ("430 MiB", 50), ("480 MiB", 50)])
 def test_the_process_stays_below_prediction_and_budget(memory, patches):
     command = [sys.executable, "-W", "ignore", "-c", _BUDGET, memory, str(patches)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
