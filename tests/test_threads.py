@@ -18,7 +18,7 @@ def test_an_end_that_comes_as_garbage_is_collected_waits_for_nobody():
     lock, ended = threading.Lock(), []
 
     def end():
-        if lock.acquire(timeout=10):
+        if lock.acquire(timeout=60):
             ended.append(1)
             lock.release()
 
@@ -64,7 +64,7 @@ def test_threads_end_when_collecting_garbage_lets_them_go_before_their_owner_end
     gc.collect()
     time.sleep(0.3)  # their owner's end is begun
     go_on.set()
-    served.join(timeout=10)
+    served.join(timeout=60)
     ended = not served.is_alive()
     if not ended:
         tasks.put(None)  # or this process would never end

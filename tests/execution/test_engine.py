@@ -33,7 +33,7 @@ def test_a_budget_too_small_is_refused_before_anything_runs(net, bce):
     assert error.budget_bytes < error.needed_bytes <= error.smallest_bytes
     assert all(p.grad is None for p in net.parameters())
     plan = gg.compile(net, bce, memory=error.smallest_bytes, device=FakeCpu()).plan(image, target)
-    assert plan.predicted_peak_bytes <= plan.budget_bytes == error.smallest_bytes
+    assert plan.predicted_peak_bytes <= error.smallest_bytes == plan.budget_bytes
 
 
 def test_state_repeats_the_same_plan(net, bce, pair):

@@ -54,7 +54,7 @@ def again(run: RankRun, counted: Counted, folder, ranks: int, tiles: int | None)
             return outcome(run, one, folder)[0]
 
     try:
-        return run_threaded(ranks, work, timeout=20)
+        return run_threaded(ranks, work, timeout=120)
     except (Cut, RankError):
         return []
 

@@ -17,7 +17,7 @@ import gigagrad as gg
 from tests.exactness.normed import Net, dice
 from tests.exactness.steering import with_fields_in, with_workers
 
-_LONG = 30.0
+_LONG = 120.0
 """Seconds that closing may take behind an interrupt, however busy the machine is."""
 
 

@@ -33,7 +33,7 @@ def test_who_does_not_come_is_named():
             ranks.barrier()
 
     with pytest.raises(RankError, match="rank 1 has been silent"):
-        run_threaded(3, work, timeout=0.2)
+        run_threaded(3, work, timeout=1)
 
 
 def test_two_errors_at_once_are_both_told_by_their_ranks():
@@ -58,5 +58,5 @@ def test_an_error_that_nobody_expected_ends_all_at_once():
             raise
 
     with pytest.raises(KeyError, match="of 1"):
-        run_threaded(3, work, timeout=5)
+        run_threaded(3, work, timeout=60)
     assert told == ["rank 1 failed: 'of 1'"] * 2

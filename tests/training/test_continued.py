@@ -28,7 +28,7 @@ from pathlib import Path
 from gigagrad.training.folder import RunFolder
 with RunFolder(Path(sys.argv[1])).written():
     print("there", flush=True)
-    time.sleep(60)
+    time.sleep(600)
 """
 
 
