@@ -38,9 +38,9 @@ WORDS = {
         "--slides --stain-jitter --storage --tissue --trackers --trust --warmup --weight-decay --weights"
     ),
     "predict": (
-        "--bands --classes --coords --device --format --least-tissue --level --memory --mpp --no-grey --out --outputs "
-        "--overlap --overwrite --patch-mpp --patch-size --run --scratch --share --slides --split --target-mpp "
-        "--threshold --tissue --trust"
+        "--bands --classes --coords --device --format --least-tissue --level --memory --mpp --no-grey "
+        "--only-tissue --out --outputs --overlap --overwrite --patch-mpp --patch-size --run --scratch --share "
+        "--slides --split --target-mpp --threshold --tissue --trust"
     ),
     "embed": (
         "--coords --device --encoder --least-tissue --memory --mpp --name --out --overlap --overwrite --patch-mpp "

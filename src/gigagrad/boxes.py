@@ -28,6 +28,10 @@ class Span(NamedTuple):
     def empty(self) -> bool:
         return self.stop <= self.start
 
+    def meets(self, other: Span) -> bool:
+        """Say whether they have anything in common."""
+        return max(self.start, other.start) < min(self.stop, other.stop)
+
     def clamp(self, size: int) -> Span:
         """Return the part of this span inside `[0, size)`."""
         return Span(min(max(self.start, 0), size), max(min(self.stop, size), 0))

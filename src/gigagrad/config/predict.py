@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Final, Self
 
 from gigagrad.cohorts import SPLITS
 from gigagrad.cohorts.patches import TISSUE, Patches
@@ -14,6 +14,9 @@ from gigagrad.errors import ConfigError
 from gigagrad.images import InputView
 from gigagrad.masks import ClassTable
 from gigagrad.shares import Share
+
+AUTO: Final = "auto"
+"""Setting `only_tissue` to it finds tissue by our own recipe."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +51,9 @@ class PredictConfig(Settings):
         least_tissue: share of a patch that has to be tissue.
         coords: a folder with the corners of the patches of each slide, in files of TRIDENT, CLAM or CSV, called by the
             slide; then `overlap` and `tissue` are theirs.
+        only_tissue: compute whole slides on tissue only: `auto` finds it by our own recipe, or a folder holds a mask or
+            annotations of it for each slide, called by the slide. The rest is background, and probabilities are 0
+            there, whatever the model would say; on tissue nothing changes.
         target_mpp: instead of one level for all, predict each slide at the level nearest to this resolution; every
             slide must then have a known one.
         device: "cpu" or "cuda".
@@ -76,6 +82,7 @@ class PredictConfig(Settings):
     tissue: str | None = None
     least_tissue: float | None = None
     coords: str | Path | None = None
+    only_tissue: str | Path | None = None
     target_mpp: float | None = None
     device: str = "cpu"
     split: str | None = None
@@ -83,7 +90,7 @@ class PredictConfig(Settings):
     share: str = "1/1"
     overwrite: bool = False
 
-    PATHS: ClassVar = "run", "slides", "out", "scratch", "coords"
+    PATHS: ClassVar = "run", "slides", "out", "scratch", "coords", "only_tissue"
     LIMITS: ClassVar = {
         "level": (0, math.inf),
         "patch_size": (1, math.inf),
@@ -110,6 +117,10 @@ class PredictConfig(Settings):
         if self.target_mpp is not None and self.level is not None:
             raise ConfigError("level and target_mpp both choose the level of a slide; give one of them")
         Share.parse(self.share)
+
+    def relative_to(self, folder: Path) -> Self:
+        found = super().relative_to(folder)
+        return replace(found, only_tissue=AUTO) if str(self.only_tissue) == AUTO else found
 
     @property
     def resolved_level(self) -> int:

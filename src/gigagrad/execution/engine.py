@@ -24,6 +24,7 @@ from gigagrad.events import Events, Notice, StepMeasured, TileDone
 from gigagrad.execution.captures import Captures
 from gigagrad.execution.gradient_scale import MOST_OVERFLOWS, CotangentOverflow
 from gigagrad.execution.model_state import Left, check_independent, leave_state, stored_in
+from gigagrad.execution.needed import Within
 from gigagrad.execution.placing import Sources, placed
 from gigagrad.execution.planner import Planner
 from gigagrad.execution.predicted_image import PredictedImage
@@ -255,7 +256,9 @@ class Engine:
             return self._taken(image_node, sources, _sink(out, image_node, sources), "backward")
 
     @lets_go
-    def forward(self, image: Any, target: Any = None, *, out: str | Path | Sink | None = None) -> Any:
+    def forward(
+        self, image: Any, target: Any = None, *, out: str | Path | Sink | None = None, within: Any = None
+    ) -> Any:
         """Compute without gradients: the loss of a target; without one the prediction `(1, C, H, W)`, or whatever the
         model returns (a tuple or a dictionary of tensors, a class score).
 
@@ -265,25 +268,31 @@ class Engine:
         what it likes; otherwise the whole prediction is held in memory. What is held of the output is part of the
         plan.
 
+        `within` is a mask `(rows, columns)` of the whole prediction at any resolution, of tissue for instance. Pixels
+        where its nearest one is 0 are not computed beyond what others read of them: they are NaN, 0 of integers. The
+        others have the bits that they would have without it.
+
         Raises: as `plan`; WriteError if `out` cannot be written.
         """
         if self.loss is not None and target is None:
             predicting = self._without_loss()
             with self._shown():
-                found = predicting.forward(image, out=out)
+                found = predicting.forward(image, out=out, within=within)
             self.last_run = predicting.last_run
             return found
         if self.loss is not None and out is not None:
             raise ConfigError("out= is for a prediction: forward(image, out=...), without the target")
+        if self.loss is not None and within is not None:
+            raise ConfigError("within= is for a prediction: forward(image, within=...), without the target")
         with self.ranks.error_scope(), self._shown(), opened_sources(self._composite, image, target) as sources:
             if self.loss is not None:
                 return self._run("forward", sources, [])[0].output
             graph = self._captures.get(sources).graph
             if _delivers_image(graph):
                 self._one_process("a prediction")
-                return self._delivered(graph, sources, out)
-            if out is not None:
-                raise ConfigError("out= needs a model whose output is an image")
+                return self._delivered(graph, sources, out, within)
+            if out is not None or within is not None:
+                raise ConfigError(f"{'within' if out is None else 'out'}= needs a model whose output is an image")
             return self._run("forward", sources, [])[0].outputs
 
     @stream_lets_go
@@ -373,26 +382,29 @@ class Engine:
 
         return while_it_lasts(self.events)
 
-    def _delivered(self, graph: Graph, sources: dict[str, Source], out: str | Path | Sink | None) -> Any:
+    def _delivered(self, graph: Graph, sources: dict[str, Source], out: str | Path | Sink | None, within: Any) -> Any:
         """Return what the sink makes of the output field."""
         node = graph[graph.output]
-        taken = self._taken(node, sources, _sink(out, node, sources), "forward")
+        wanted = None if within is None else Within(within, node.shape)
+        taken = self._taken(node, sources, _sink(out, node, sources), "forward", wanted)
         return tree_unflatten([taken], graph.structure) if out is None and graph.structure is not None else taken
 
-    def _taken(self, node: Node, sources: dict[str, Source], sink: Sink, phase: str) -> Any:
+    def _taken(
+        self, node: Node, sources: dict[str, Source], sink: Sink, phase: str, within: Within | None = None
+    ) -> Any:
         """Return what the sink makes of a field that comes in pieces: the output, or `backward` the gradient of the
         image.
         """
         image = _image_of_its_size(node, sources)
         mpp = None if image is None else image.mpp
-        pieces = self._pieces(sources, sink, phase)
+        pieces = self._pieces(sources, sink, phase, within)
         try:
             return sink.take(pieces, OutputField(node.shape, node.dtype, self._device.torch_device, mpp))
         finally:
             pieces.close()  # the traceback of an error may keep it
 
     def _pieces(
-        self, sources: dict[str, Source], sink: Sink, phase: str = "forward"
+        self, sources: dict[str, Source], sink: Sink, phase: str = "forward", within: Within | None = None
     ) -> Generator[tuple[Box, torch.Tensor], None, None]:
         """Yield a field as it is computed, planned with what the sink holds of it."""
         backward = phase == "backward"
@@ -401,7 +413,7 @@ class Engine:
                 raise ConfigError("stream needs a model whose output is an image")
             stored, draws = stored_in(self._composite, prepared.graph), self._draws(prepared)
             read = placed(sources, self._device) if prepared.places_images else sources
-            run = Run(prepared, read, stored, self.events, backward=backward, draws=draws)
+            run = Run(prepared, read, stored, self.events, backward=backward, draws=draws, within=within)
             with run, closing(run):
                 delivered = False
                 for piece in run.stream():

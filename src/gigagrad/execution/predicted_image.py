@@ -11,7 +11,7 @@ from typing import Final
 import numpy as np
 import torch
 
-from gigagrad.boxes import Box, Span
+from gigagrad.boxes import Box
 from gigagrad.execution.run import Run
 from gigagrad.graphs import Node
 from gigagrad.images import Image
@@ -68,7 +68,7 @@ class PredictedImage(Image):
     def _at(self, grid: Grid, box: Box) -> list[int]:
         """Return the tiles that a box meets."""
         rows, columns = (
-            [i for i in range(grid.shape[axis]) if _overlap(grid.wanted(axis, i)[self._node], span)]
+            [i for i in range(grid.shape[axis]) if grid.wanted(axis, i)[self._node].meets(span)]
             for axis, span in enumerate((box.y, box.x))
         )
         return [row * grid.shape[1] + column for row in rows for column in columns]
@@ -86,7 +86,3 @@ class PredictedImage(Image):
         with self._lock:  # what is being computed comes to its end
             self._tiles.clear()
             self._held.close()
-
-
-def _overlap(one: Span, other: Span) -> bool:
-    return max(one.start, other.start) < min(one.stop, other.stop)

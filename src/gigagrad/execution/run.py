@@ -27,6 +27,7 @@ from gigagrad.execution.executor import Serial, Threads
 from gigagrad.execution.gradient_scale import multiplied
 from gigagrad.execution.journal import Journal, key_of
 from gigagrad.execution.layout import laid_out
+from gigagrad.execution.needed import Within
 from gigagrad.execution.prepared import Prepared
 from gigagrad.execution.probes import Memory, Progress
 from gigagrad.execution.scalars import ScalarGraph, Values
@@ -63,10 +64,12 @@ class Run:
         seeds: Values | None = None,
         ranks: Ranks | None = None,
         journal: Path | None = None,
+        within: Within | None = None,
     ) -> None:
         """Prepare a run; `draws`: what random operators draw from, `seeds`: what some have drawn. `ranks`: who computes
         this run's chunks, all with the same plan; by itself unless others are named. `journal`: a folder where finished
-        chunks are written down, until the run is over.
+        chunks are written down, until the run is over. `within`: the part of the output that is wanted, all of it where
+        None.
         """
         ranks = ranks or SingleRank()
         plan, device = prepared.plan, prepared.device
@@ -100,6 +103,7 @@ class Run:
             self._watch,
             self._probes,
             self.journal,
+            within,
         )
         self.pass_seconds: tuple[float, ...] | None = None
         """Seconds that each pass took, once `run` is over; None where chunks of it were in the journal, and in a

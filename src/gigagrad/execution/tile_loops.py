@@ -22,6 +22,7 @@ from gigagrad.execution.executor import Executor
 from gigagrad.execution.gradient_scale import multiplied
 from gigagrad.execution.journal import ChunkRecord, Entry, Journal, first_reached, written
 from gigagrad.execution.layout import aligned
+from gigagrad.execution.needed import Within, blank_of, needed_tiles
 from gigagrad.execution.ordered_sum import OrderedSum
 from gigagrad.execution.prepared import Prepared
 from gigagrad.execution.probes import Probe
@@ -31,7 +32,7 @@ from gigagrad.execution.tile_program import Activations, PassContext, TileInputs
 from gigagrad.plans import Chunks, Segment, TileGeometry, Tiles, estimate
 from gigagrad.plans.plan import amount_of
 from gigagrad.plans.saving import is_saved
-from gigagrad.stores import Quantised
+from gigagrad.stores import Quantised, crop_shape
 from gigagrad.threads import SideThreads
 
 Result = TypeVar("Result")
@@ -54,11 +55,14 @@ class TileLoops:
         watch: MemoryGuard,
         probes: tuple[Probe, ...],
         journal: Journal,
+        within: Within | None = None,
     ) -> None:
         self._prepared, self._graph = prepared, prepared.graph
         self._buffers, self._scalars, self._comm = buffers, scalars, comm
         self._executor, self._readers, self._watch, self._probes = executor, readers, watch, probes
         self._journal = journal
+        self._within = within
+        self._needed = None if within is None else needed_tiles(prepared, within)
         self._sums: OrderedSum | None = None
         roundings = buffers.roundings.items()
         self._quantised = frozenset(i for i, rounding in roundings if isinstance(rounding, Quantised))
@@ -91,6 +95,8 @@ class TileLoops:
 
         def work(item: Item) -> tuple[TileGeometry, Values, torch.Tensor | None]:
             _, tile, inputs = item
+            if not self._is_needed(segment, tile):
+                return tile, {}, None if segment.output is None else self._blank(segment.output, tile)
             program = programs.at(tile)
             with torch.no_grad():
                 shares = shares_of(tile, inputs.crops)
@@ -98,6 +104,9 @@ class TileLoops:
                     if i in shares:
                         self._buffers.kept[i].write(tile.wanted(i), shares[i])
                 output = None if segment.output is None else shares.get(segment.output)
+                if output is not None and self._within is not None:
+                    assert segment.output is not None
+                    output = self._within.only(tile.wanted(segment.output), output)
                 return tile, program.partial_sums(tile, shares), output
 
         chunks, own = self._comm.own(step)
@@ -213,6 +222,17 @@ class TileLoops:
         self._weights.clear()
         self._saved.clear()
 
+    def _is_needed(self, segment: Segment, tile: TileGeometry) -> bool:
+        return self._needed is None or bool(self._needed[segment.index].flat[tile.id])
+
+    def _blank(self, output: int, tile: TileGeometry) -> torch.Tensor | None:
+        """Return what stands for a tile of the output that nobody wants; None for an empty one."""
+        node, box = self._graph[output], tile.wanted(output)
+        if box.empty:
+            return None
+        shape, device = crop_shape(node.shape, (-2, -1), box), self._prepared.device.torch_device
+        return torch.full(shape, blank_of(node.dtype), dtype=node.dtype, device=device)
+
     def _to_save(self, step: Tiles, chunks: Chunks, own: range) -> frozenset[int]:
         """Return the tiles whose activations stay until the backward pass: none beside a journal, which has no place
         for them, so that a step that goes on would compute again what was finished.
@@ -279,6 +299,8 @@ class TileLoops:
         tiles = ((chunk, chunks.tile(position)) for chunk in chosen for position in chunks.tiles(chunk))
 
         def read_for(numbered: tuple[int, TileGeometry]) -> tuple[TileInputs, bytes]:
+            if not self._is_needed(segment, numbered[1]):
+                return TileInputs({}, {}, {}), b""
             saved = backward and (segment.index, numbered[1].id) in self._saved
             inputs = self._buffers.inputs(segment, numbered[1], backward=backward, cotangents_only=saved)
             images = {i: crop for i, crop in inputs.crops.items() if self._graph[i].is_source}

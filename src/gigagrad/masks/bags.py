@@ -33,7 +33,9 @@ from gigagrad.masks.opening import Labels, open_mask
 from gigagrad.masks.outlines import Outlines
 
 if TYPE_CHECKING:
+    import numpy as np
     import torch
+    from numpy.typing import NDArray
 
 _SAME_MAGNIFICATION: Final = 1.25
 """The factor up to which a file's patches may be larger or smaller: TRIDENT takes 0.2 to 0.3 um/px for 40x."""
@@ -228,15 +230,7 @@ def _with_tissue(
     """Return the patches of which at least a share is tissue, and their shares."""
     if tissue is None:
         return corners, None
-    level, cell = coarse_level(slide, side)
-    with at_level(slide, level) as coarse:
-        if _is_auto(tissue):
-            cells = tissue_cells(coarse, cell)
-        else:
-            with Labels(_mask(tissue, coarse)) as mask:
-                cells = mask_cells(mask, cell)
-        full = slide.levels[0].shape
-        cell_px = cell * full[0] / coarse.height, cell * full[1] / coarse.width
+    cells, cell_px = find_tissue(slide, side, tissue)
     share = shares(cells, cell_px, corners, side)
     there = (share >= least) & (share > 0)
     if not there.any():
@@ -246,6 +240,24 @@ def _with_tissue(
             "patches: tissue=None"
         )
     return corners[there], share[there]
+
+
+def find_tissue(slide: Image, side: int, tissue: Source | Outlines) -> tuple[NDArray[np.float64], tuple[float, float]]:
+    """Find how much of each cell of a slide is tissue, and how many pixels of level 0 a cell is high and wide: about
+    16, less where what is looked at is small, `side` px of level 0.
+
+    `tissue` is "auto", our own recipe, or a mask as `open_mask` takes it, where anything above 0 is tissue. Raises
+    `ImageError` and `TargetError` as `open_bag`.
+    """
+    level, cell = coarse_level(slide, side)
+    with at_level(slide, level) as coarse:
+        if _is_auto(tissue):
+            cells = tissue_cells(coarse, cell)
+        else:
+            with Labels(_mask(tissue, coarse)) as mask:
+                cells = mask_cells(mask, cell)
+        full = slide.levels[0].shape
+        return cells, (cell * full[0] / coarse.height, cell * full[1] / coarse.width)
 
 
 def _mask(tissue: Source | Outlines, slide: Image) -> Image:

@@ -68,6 +68,13 @@ class Streaming:
     channels: Channels
     classes: Sequence[MaskClass]
     threshold: float
+    only_tissue: bool = False
+    """True where nothing but tissue was computed; the rest is 0."""
+
+    @property
+    def remarks(self) -> list[str]:
+        """Return what the description of a file says of it."""
+        return ["computed on tissue only"] if self.only_tissue else []
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,6 +101,7 @@ def _mask(path: Path, streaming: Streaming) -> Sink:
     channels, classes = streaming.channels, [kind for kind in streaming.classes if kind.id]
     said = ["gigagrad labels" if channels.labels else "gigagrad mask: 0 background"]
     said += [f"{kind.id} {kind.name}" for kind in classes]
+    said += streaming.remarks
     nodata = IGNORED if streaming.seen.missing_bytes else None
     return Pyramid(
         path,
@@ -121,6 +129,7 @@ def _probabilities(path: Path, streaming: Streaming) -> Sink:
     def pixels(logits_NCHW: torch.Tensor) -> NDArray[np.uint8]:
         return probability_bytes(streaming.channels, logits_NCHW, most).transpose(1, 2, 0)
 
+    names = [kind.name for kind in streaming.classes]
     said = ", 255 is 1" if nodata is None else f" in 255ths, {most} at most, {nodata} no data"
     return Pyramid(
         path,
@@ -129,7 +138,7 @@ def _probabilities(path: Path, streaming: Streaming) -> Sink:
         seen=streaming.seen,
         nodata=IGNORED,
         overwrite=True,
-        description=f"gigagrad probabilities{said}: {', '.join(kind.name for kind in streaming.classes)}",
+        description=f"gigagrad probabilities{said}: {', '.join([*names, *streaming.remarks])}",
         tags=geotiff_tags(streaming.seen.georeference, nodata),
         channels=streaming.classes,
     )
@@ -220,6 +229,8 @@ class MadeWith:
     """The format of the images, a key of `outputs.FORMATS`."""
     patches: str = ""
     """Which patches of a slide are read, "" where it is read whole."""
+    only_tissue: str = ""
+    """The setting of this name, "" where all of a slide was computed."""
 
     @classmethod
     def of(cls, config: PredictConfig, model: str) -> Self:
@@ -230,7 +241,9 @@ class MadeWith:
         table, look = config.resolved_table, config.resolved_input_view
         seen, patches = (config.target_mpp, look.grey, look.bands), config.resolved_patches
         read = "" if patches is None else str(patches)
-        return cls(model, digest, config.threshold, table.entries if table else (), level, *seen, config.format, read)
+        tissue = "" if config.only_tissue is None else str(config.only_tissue)
+        classes = table.entries if table else ()
+        return cls(model, digest, config.threshold, classes, level, *seen, config.format, read, tissue)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,22 +18,25 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, Final, Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import nn
 
 from gigagrad.cohorts import Row, find_slides
 from gigagrad.cohorts.patches import Bags, joined
 from gigagrad.cohorts.slides import rows_of, run_job
-from gigagrad.config.predict import PredictConfig
+from gigagrad.config.predict import AUTO, PredictConfig
 from gigagrad.errors import ConfigError, GigagradError, ModelError, WriteError
 from gigagrad.events import Events, Listener, Notice
 from gigagrad.execution.compiling import compile as compile_engine
 from gigagrad.execution.engine import Engine
 from gigagrad.execution.sinks import Several
 from gigagrad.files import size_of, write_agreed
-from gigagrad.images import open_image
+from gigagrad.images import Image, open_image
 from gigagrad.images.georeference import level_near
-from gigagrad.masks import open_mask
+from gigagrad.images.layout import plain_stem
+from gigagrad.masks import find_tissue, open_mask
 from gigagrad.models import load_model
 from gigagrad.models.bag_names import is_bag_name
 from gigagrad.models.networks import check_intensities
@@ -66,6 +69,8 @@ class Predictor:
         spec, self.model = load_model(config.model_path, config.trust)
         self.table, self.loss, self.look = config.resolved_table, config.run_loss, config.resolved_input_view
         self.bags = bags_for(config, spec)
+        if self.bags is not None and config.only_tissue is not None:
+            raise ConfigError(_ONLY_IMAGES)
         # One for all slides: those of one size are captured and planned once.
         self.engine = self._compiled(self.model, events)
         if "attention" in config.outputs and self.bags is None:
@@ -184,6 +189,8 @@ class Predictor:
             check_intensities(self.model, seen)
             shape = image_shape(self.engine, seen)
             if shape is None:
+                if self.config.only_tissue is not None:
+                    raise ConfigError(_ONLY_IMAGES)
                 return self._scored(entry, output_of(self.engine, seen), result)
             if shape[-2:] != slide.shape[1:]:
                 raise ModelError(
@@ -203,8 +210,10 @@ class Predictor:
                 told = f"{entry.name} is somewhere on earth, and OME-Zarr cannot say where; another --format can"
                 self.engine.events.emit(Notice(told, warning=True))
             if streamed:
-                streaming = Streaming(seen, channels, named, self.config.threshold)
-                self.engine.forward(seen, out=Several([sink(path, streaming) for sink, path in streamed]))
+                within = self._tissue(entry, slide)
+                streaming = Streaming(seen, channels, named, self.config.threshold, within is not None)
+                sinks = Several([sink(path, streaming) for sink, path in streamed])
+                self.engine.forward(seen, out=sinks, within=within)
             mask = opened.enter_context(open_image(self.out / result.files["mask"]))
             classes = [kind for kind in named if kind.id]
             traced = trace(mask, classes)
@@ -226,6 +235,22 @@ class Predictor:
                 dice=None if scored is None else scored.dice,
                 iou=None if scored is None else scored.iou,
             )
+
+    def _tissue(self, entry: Row, slide: Image) -> NDArray[np.bool_] | None:
+        """Find where there is tissue, in cells; None where all of a slide is to be computed."""
+        if self.config.only_tissue is None:
+            return None
+        tissue: Path | str = AUTO
+        if str(self.config.only_tissue) != AUTO:
+            folder = Path(self.config.only_tissue)
+            masks = sorted(path for path in folder.glob("*") if plain_stem(path.stem) == entry.name)
+            if len(masks) != 1:
+                raise ConfigError(
+                    f"{folder} has {len(masks)} masks of tissue called {entry.name}.SUFFIX; expected one for each slide"
+                )
+            tissue = masks[0]
+        cells, _ = find_tissue(slide, min(slide.levels[0].shape), tissue)
+        return cells > 0
 
     def _score_bag(self, bags: Bags, entry: Row, result: SlideResult) -> SlideResult:
         """Score all patches of a slide or a case, and write their attention."""
@@ -260,6 +285,9 @@ class Predictor:
         )
 
 
+_ONLY_IMAGES: Final = (
+    "only_tissue is of models that give masks of whole slides; leave it out (bags of patches take --tissue)"
+)
 _ONE_AT_A_TIME: Final = threading.Lock()
 """In a worker: `memory` is that of its whole process."""
 
