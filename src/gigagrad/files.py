@@ -337,6 +337,12 @@ def _add_content(digest: hashlib._Hash, path: Path, samples: int, *, whole: bool
                 digest.update(bytes_at(file, _SAMPLE_BYTES, sample * (size - _SAMPLE_BYTES) // (samples - 1)))
 
 
+def digest_of(path: Path) -> str:
+    """Return the SHA-256 of all that a file holds. Raises `OSError`."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
 def size_of(path: Path) -> int:
     """Return the size in bytes; 0 where nothing can be said."""
     try:

@@ -19,7 +19,7 @@ from shapely.geometry import shape
 import gigagrad as gg
 from gigagrad import cli
 from gigagrad.boxes import Box
-from gigagrad.prediction.classes import mask_classes
+from gigagrad.masks.classes import mask_classes
 from gigagrad.prediction.polygons import trace
 
 pytestmark = pytest.mark.slow

@@ -15,7 +15,7 @@ from gigagrad.boxes import Box
 from gigagrad.errors import ConfigError, ImageError, TargetError
 from gigagrad.images import open_image, write_pyramid
 from gigagrad.masks import ClassTable, Outlines, open_mask
-from gigagrad.prediction.classes import class_names
+from gigagrad.masks.classes import class_names
 
 
 @pytest.fixture

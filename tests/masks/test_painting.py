@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from gigagrad.boxes import Box
 from gigagrad.images import open_image, write_pyramid
 from gigagrad.masks import AnnotationMask, ClassTable, Outlines, open_mask, read_annotations
-from gigagrad.prediction.classes import mask_classes
+from gigagrad.masks.classes import mask_classes
 from gigagrad.prediction.polygons import trace, write_geojson
 
 HEIGHT, WIDTH = 40, 50

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from gigagrad.errors import ConfigError, ModelError
-from gigagrad.prediction.classes import Channels, mask_classes
+from gigagrad.masks.classes import mask_classes
+from gigagrad.prediction.classes import Channels
 
 
 @pytest.mark.parametrize("threshold", [0.01, 0.3, 0.5, 0.9])

@@ -5,10 +5,11 @@ from pathlib import Path
 
 import pytest
 
+from gigagrad.cohorts.records import FORMATS
 from gigagrad.config.predict import PredictConfig
 from gigagrad.errors import ConfigError
 from gigagrad.images import InputView
-from gigagrad.prediction.outputs import FORMATS, OUTPUTS
+from gigagrad.prediction.outputs import OUTPUTS
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,8 @@ import pytest
 import shapely
 
 from gigagrad.images import MaskClass, open_image
+from gigagrad.masks.classes import mask_classes
 from gigagrad.prediction import polygons
-from gigagrad.prediction.classes import mask_classes
 from gigagrad.prediction.polygons import trace, with_probabilities, write_annotations, write_geojson, write_instances
 
 HEIGHT, WIDTH = 90, 120

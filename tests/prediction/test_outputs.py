@@ -14,13 +14,15 @@ import tifffile
 import torch
 
 from gigagrad.boxes import Box
+from gigagrad.cohorts.records import FORMATS, PLACES, file_names
 from gigagrad.errors import ConfigError
 from gigagrad.execution.sinks import OutputField
 from gigagrad.images import open_image
 from gigagrad.masks import ClassTable
-from gigagrad.prediction.classes import Channels, mask_classes
+from gigagrad.masks.classes import mask_classes
+from gigagrad.prediction.classes import Channels
 from gigagrad.prediction.outlines import draw_overlay, layers
-from gigagrad.prediction.outputs import FORMATS, OUTPUTS, Predicted, Streaming, file_names
+from gigagrad.prediction.outputs import OUTPUTS, Predicted, Streaming
 from gigagrad.prediction.polygons import trace
 from tests.images.scanned import write_scn
 
@@ -46,7 +48,7 @@ def predicted():
 def written(name, predicted, folder):
     output = OUTPUTS[name]
     assert output.write is not None
-    path = folder / f"a.slide{output.suffix}"
+    path = folder / file_names("a.slide", "tiff")[name].rpartition("/")[2]
     output.write(path, predicted)
     return path
 
@@ -57,6 +59,7 @@ def test_every_output_is_of_one_kind_and_has_a_file_of_its_own():
     names = [name for form in FORMATS for name in file_names("a", form).values()]
     assert len(set(names)) == len(FORMATS) * 3 + 5
     assert not any("/" in suffix for suffix in FORMATS.values())
+    assert list(OUTPUTS) == list(PLACES)
 
 
 def test_the_table_of_instances(predicted, tmp_path):

@@ -6,7 +6,7 @@ from PIL import Image as Pillow
 
 from gigagrad.errors import ImageError
 from gigagrad.images import open_image
-from gigagrad.prediction.classes import mask_classes
+from gigagrad.masks.classes import mask_classes
 from gigagrad.prediction.outlines import draw_overlay, layers, write_overlay
 
 

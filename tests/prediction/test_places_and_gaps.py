@@ -21,13 +21,15 @@ from torch import nn
 
 import gigagrad as gg
 from gigagrad.boxes import Box, tiles
+from gigagrad.cohorts.records import FORMATS
 from gigagrad.events import Notice
 from gigagrad.execution.sinks import OutputField, Pyramid
 from gigagrad.images import Image, open_image, write_pyramid
 from gigagrad.images.georeference import geotiff_tags
+from gigagrad.masks.classes import mask_classes
 from gigagrad.models import save_model
-from gigagrad.prediction.classes import Channels, mask_classes
-from gigagrad.prediction.outputs import FORMATS, OUTPUTS, Streaming
+from gigagrad.prediction.classes import Channels
+from gigagrad.prediction.outputs import OUTPUTS, Streaming
 from tests.images.test_georeference import NORTH_UP, TRANSFORMS, make
 
 NODATA = {

@@ -13,8 +13,8 @@ from hypothesis.extra import numpy as hnp
 from gigagrad.boxes import Box
 from gigagrad.errors import ImageError
 from gigagrad.images import open_image
+from gigagrad.masks.classes import mask_classes
 from gigagrad.prediction import polygons
-from gigagrad.prediction.classes import mask_classes
 from gigagrad.prediction.outlines import mask_thumbnail
 from gigagrad.prediction.polygons import read_sampled, trace, write_geojson
 

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from gigagrad.boxes import Box
+from gigagrad.cohorts.records import file_names, read_records
 from gigagrad.config.predict import PredictConfig
 from gigagrad.errors import ConfigError, ModelError, WriteError
 from gigagrad.events import JobAdvanced, JobFinished, JobStarted, Notice, StepMeasured, TileDone
@@ -21,7 +22,6 @@ from gigagrad.images import open_image
 from gigagrad.images.write import write_pyramid
 from gigagrad.models import resolve, save_model
 from gigagrad.prediction import outputs
-from gigagrad.prediction.outputs import read_records
 from gigagrad.prediction.predict import predict
 
 module = importlib.import_module("gigagrad.prediction.predict")
@@ -187,7 +187,7 @@ def test_images_in_other_formats(config, use, tmp_path, jpeg_slide):
         (result,) = predict(config(format=form, outputs=("probabilities", "geojson"), out=tmp_path / form))
         assert result.files["mask"] == f"masks/small{suffix}"
         for output, shape in (("mask", (1, 700, 900)), ("probabilities", (3, 700, 900))):
-            plain = tmp_path / "out" / outputs.file_names("small", "tiff")[output]
+            plain = tmp_path / "out" / file_names("small", "tiff")[output]
             assert np.array_equal(whole(tmp_path / form / result.files[output]), whole(plain))
             with open_image(tmp_path / form / result.files[output]) as image:
                 assert (image.shape, image.mpp) == (shape, pytest.approx(0.5))  # type: ignore[comparison-overlap]

@@ -23,10 +23,10 @@ import pytest
 import tifffile
 
 from gigagrad.cohorts import Row
+from gigagrad.cohorts.records import read_records
 from gigagrad.config.predict import PredictConfig
 from gigagrad.errors import ConfigError
 from gigagrad.events import Event, JobStarted, Notice, TileDone
-from gigagrad.prediction.outputs import read_records
 from gigagrad.prediction.predict import predict
 from tests.prediction.networks import Brightness, Darkness
 

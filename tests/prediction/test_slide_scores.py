@@ -13,12 +13,12 @@ from torch import nn
 from gigagrad import losses
 from gigagrad.boxes import Box
 from gigagrad.cohorts import Row
+from gigagrad.cohorts.records import read_records, write_record
 from gigagrad.config.predict import PredictConfig
 from gigagrad.errors import ConfigError, ModelError, TargetError
 from gigagrad.events import Notice, TileDone
 from gigagrad.images import open_image
 from gigagrad.masks import ClassTable
-from gigagrad.prediction.outputs import read_records, write_record
 from gigagrad.prediction.predict import predict
 from gigagrad.prediction.slide_scores import Reading, label_value
 

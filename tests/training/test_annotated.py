@@ -16,8 +16,8 @@ from gigagrad.boxes import Box
 from gigagrad.errors import ConfigError, TargetError
 from gigagrad.events import Notice
 from gigagrad.images import open_image
+from gigagrad.masks.classes import mask_classes
 from gigagrad.prediction import PredictConfig, predict
-from gigagrad.prediction.classes import mask_classes
 from gigagrad.prediction.cohort_scores import evaluate_masks, evaluate_model
 from gigagrad.prediction.polygons import trace, write_geojson
 from gigagrad.training import FitConfig, fit

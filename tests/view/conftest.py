@@ -29,7 +29,7 @@ Serve = Callable[..., TestClient]
 def serve(request: pytest.FixtureRequest) -> Serve:
     """Serve what `find` finds; addresses are relative to the page's own."""
 
-    def started(*sources: Path, live=None, host: str = "127.0.0.1", **named) -> TestClient:
+    def started(*sources: Path, live=(), host: str = "127.0.0.1", **named) -> TestClient:
         catalog = find(sources, **named)
         slides = Slides(catalog.items, live)
         request.addfinalizer(slides.close)

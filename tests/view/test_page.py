@@ -56,7 +56,7 @@ def served(predicted, jpeg_label, network_dir, tmp_path_factory) -> Iterator[str
     other = folder / "other.tif"
     tifffile.imwrite(other, tifffile.imread(predicted / "masks" / "small.tif"), tile=(256, 256))
     catalog = find([predicted, other, folder], [jpeg_label.parent])
-    slides, token = Slides(catalog.items, Live(network_dir)), new_token()
+    slides, token = Slides(catalog.items, [Live(network_dir)]), new_token()
     assert PAGE is not None
     app = application(catalog, slides, PAGE, token=token)
     listening = socket.create_server(("127.0.0.1", 0))

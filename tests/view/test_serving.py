@@ -2,6 +2,7 @@
 
 import http.client
 import socket
+import subprocess
 import sys
 import threading
 from contextlib import closing
@@ -12,7 +13,9 @@ import uvicorn
 from gigagrad.cli import main
 from gigagrad.errors import ConfigError
 from gigagrad.view import serving
+from gigagrad.view.live import Live
 from gigagrad.view.serving import view
+from gigagrad.view.slides import Slides
 from tests.view.conftest import PAGE
 
 
@@ -95,3 +98,64 @@ def test_without_the_extra_one_line_says_what_to_install(jpeg_slide, monkeypatch
     said = capsys.readouterr().err
     assert said.count("\n") == 1
     assert "pip install 'gigagrad[view]'" in said
+
+
+_FIRST_PICTURE = """
+import http.client, sys, threading
+import uvicorn
+from gigagrad.cli import main
+from gigagrad.view import serving
+
+serving.read_page = lambda: {}
+found = []
+
+class Server(uvicorn.Server):
+    async def startup(self, sockets=None):
+        await super().startup(sockets)
+        threading.Thread(target=ask, args=(self, self.config.app, sockets[0].getsockname()[1])).start()
+
+def ask(server, app, port):
+    connection = http.client.HTTPConnection("127.0.0.1", port)
+    for name in ("slides/0", "slides/0/0/0/0/0", "slides/0/1/0/0/0", "slides/0/thumbnail"):
+        connection.request("GET", f"/{app._token.decode()}/{name}")
+        answer = connection.getresponse()
+        answer.read()
+        found.append(answer.status)
+    server.should_exit = True
+
+uvicorn.Server = Server
+code = main(["view", *sys.argv[1:], "--no-browser"])
+print(code, found, "torch" in sys.modules)
+"""
+
+
+def test_a_slide_is_shown_without_pytorch(predicted, jpeg_slide, jpeg_label):
+    """PyTorch takes seconds to import."""
+    for sources in ([jpeg_slide, "--mask", jpeg_label], [predicted]):
+        command = [sys.executable, "-c", _FIRST_PICTURE, *map(str, sources)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+        assert done.stdout.splitlines()[-1:] == ["0 [200, 200, 200, 200] False"], done.stderr
+
+
+def test_of_several_runs_the_networks_predict_and_a_run_without_one_is_told(
+    page, monkeypatch, network_dir, jpeg_slide, tmp_path
+):
+    for name in ("one", "two", "three"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "metrics.jsonl").write_text("")
+        (tmp_path / name / "config.yaml").write_text(f"slides: {jpeg_slide}\n")
+    for name in ("one", "two"):
+        (tmp_path / name / "best.pt").write_bytes((network_dir / "best.pt").read_bytes())
+    made: list[list[Live]] = []
+
+    def slides(items, live):
+        made.append(live)
+        return Slides(items, live)
+
+    monkeypatch.setattr(serving, "Slides", slides)
+    told, _, _ = served(monkeypatch, tmp_path / "one", tmp_path / "two", tmp_path / "three")
+    assert [each.name for each in made[0]] == [f"{tmp_path.name}/one", f"{tmp_path.name}/two"]
+    assert told[0].startswith(f"warning: {tmp_path.name}/three predicts nothing here: ")
+    assert told[1].startswith("1 slide and 3 runs at http")
+    served(monkeypatch, tmp_path / "one")
+    assert made[1] == [], "a run by itself shows its curves; its network is asked for by --model"

@@ -3,6 +3,8 @@
 import dataclasses
 import json
 import os
+import re
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +14,7 @@ import tifffile
 from gigagrad.boxes import Box
 from gigagrad.errors import ConfigError
 from gigagrad.images import open_image, write_pyramid
-from gigagrad.view.catalog import Item, find
+from gigagrad.view.catalog import Item, Predicted, find, told_apart
 from gigagrad.view.layers import Style
 from gigagrad.view.slides import MOST_OPEN, Opened, Slides
 
@@ -58,7 +60,8 @@ def test_a_folder_of_predictions_brings_slides_masks_and_scores(predicted, jpeg_
     assert json.loads(json.dumps(told))["mpp"] == 0.5
     opened.close()
     (other,) = find([jpeg_slide], predictions=predicted).items
-    assert (other.mask, other.probabilities) == (item.mask, item.probabilities)
+    assert other.predictions == item.predictions
+    assert item.predictions[0].mask
 
 
 def test_outlines_of_qupath_are_a_layer_with_their_classes(jpeg_slide, tmp_path):
@@ -142,7 +145,7 @@ def test_a_record_can_t_name_files_elsewhere(predicted, tmp_path, jpeg_slide):
     (folder / "records").mkdir()
     (folder / "records" / "small.json").write_text(json.dumps(record))
     (item,) = find([folder]).items
-    assert item.mask is None
+    assert item.predictions[0].mask is None
     record["files"]["mask"] = "../../etc/passwd"
     (folder / "records" / "small.json").write_text(json.dumps(record))
     with pytest.raises(ConfigError, match="not as predict writes it"):
@@ -168,10 +171,94 @@ def test_what_is_not_there_is_named(arguments, said, jpeg_slide, tmp_path):
         find(**given)
 
 
-def test_two_slides_of_one_name_are_refused(jpeg_slide, tmp_path):
-    (tmp_path / "small.tif").write_bytes(jpeg_slide.read_bytes())
-    with pytest.raises(ConfigError, match="both called small"):
-        find([jpeg_slide, tmp_path / "small.tif"])
+def test_two_slides_of_one_name_are_told_apart(jpeg_slide, jpeg_label, tmp_path):
+    """Each keeps what is its own: a mask of either is not the other's."""
+    other = tmp_path / "other" / "small.tif"
+    other.parent.mkdir()
+    other.write_bytes(jpeg_slide.read_bytes())
+    table = tmp_path / "cohort.csv"
+    table.write_text(f"slide,mask\n{jpeg_slide},{jpeg_label}\n")
+    first, second = find([table, other]).items
+    assert [first.label, second.label] == [f"{jpeg_slide.parent.name}/small", "other/small"]
+    assert [first.row.slide, second.row.slide] == [jpeg_slide, other]
+    assert [first.labels, second.labels] == [((jpeg_label,),), ()]
+
+
+def test_a_prediction_is_of_the_slide_that_it_names(predicted, jpeg_slide, tmp_path):
+    other = tmp_path / "small.tif"
+    other.write_bytes(jpeg_slide.read_bytes())
+    items = find([jpeg_slide, other], predictions=predicted).items
+    assert [len(item.predictions) for item in items] == [1, 0]
+
+
+def test_names_grow_until_they_differ():
+    paths = [Path("/a/x/slides/s"), Path("/b/x/slides/s"), Path("/b/y/slides/s")]
+    assert told_apart(paths, 2) == ["a/x/slides/s", "b/x/slides/s", "y/slides/s"]
+
+
+@pytest.fixture
+def study(predicted, jpeg_slide, jpeg_label, tmp_path):
+    """A folder as people have it, and as the demo leaves it: nothing but folders and a table."""
+    folder = tmp_path / "study"
+    for name in ("slides", "masks", "large", "run", ".hidden", "texts"):
+        (folder / name).mkdir(parents=True)
+    (folder / "slides" / "small.tif").write_bytes(jpeg_slide.read_bytes())
+    (folder / "masks" / "small.tif").write_bytes(jpeg_label.read_bytes())
+    (folder / "large" / "large.tif").write_bytes(jpeg_slide.read_bytes())
+    (folder / ".hidden" / "secret.tif").write_bytes(jpeg_slide.read_bytes())
+    (folder / "run" / "metrics.jsonl").write_text("")
+    (folder / "scores.csv").write_text("a,b\n1,2\n")
+    (folder / "elsewhere").symlink_to(jpeg_slide.parent)
+    shutil.copytree(predicted, folder / "predictions")
+    for path in ("predictions.json", "records/small.json"):
+        path = folder / "predictions" / path
+        path.write_text(path.read_text().replace(str(jpeg_slide), str(folder / "slides" / "small.tif")))
+    return folder
+
+
+def test_of_a_folder_of_folders_those_are_shown(study):
+    catalog = find([study])
+    assert catalog.parts == ("large", "masks", "predictions", "run", "slides")
+    large, small = catalog.items
+    assert (large.label, large.labels, large.predictions) == ("large", (), ())
+    assert small.labels == ((study / "masks" / "small.tif",),)
+    assert small.predictions[0].mask == study / "predictions" / "masks" / "small.tif"
+    assert small.predictions[0].of == ""
+    assert [run.name for run in catalog.runs] == ["study/run"]
+    (only,) = find([study / "masks"]).items
+    assert only.row.slide == study / "masks" / "small.tif", "a folder that was named is taken at its word"
+
+
+def test_a_table_of_the_folder_says_which_mask_belongs_to_which_slide(study):
+    (study / "cohort.csv").write_text("slide,mask\nslides/small.tif,masks/small.tif\n")
+    catalog = find([study])
+    assert catalog.parts[0] == "cohort.csv"
+    assert [item.labels for item in catalog.items] == [((study / "masks" / "small.tif",),), ()]
+
+
+def test_a_folder_without_anything_is_refused(tmp_path):
+    (tmp_path / "texts").mkdir()
+    with pytest.raises(ConfigError, match="holds no slides"):
+        find([tmp_path])
+
+
+def test_what_two_networks_predicted_is_told_apart_by_their_runs(predicted, jpeg_slide, network_dir, tmp_path):
+    other = tmp_path / "other"
+    shutil.copytree(predicted, other)
+    for path in (other / "predictions.json", other / "records" / "small.json"):
+        path.write_text(re.sub(r'"model_sha256": "\w+"', '"model_sha256": "0"', path.read_text()))
+    run = tmp_path / "run"
+    shutil.copytree(network_dir, run)
+    (run / "metrics.jsonl").write_text("")
+    (item,) = find([run, predicted, other]).items
+    assert [each.of for each in item.predictions] == [f"{tmp_path.name}/run", f"{tmp_path.name}/other"]
+    assert list(item.scores) == [f"Dice ({tmp_path.name}/run)", f"Dice ({tmp_path.name}/other)"]
+    opened = Opened(item)
+    assert [(layer.name, layer.of) for layer in opened.layers][::2] == [
+        ("Prediction", f"{tmp_path.name}/run"),
+        ("Prediction", f"{tmp_path.name}/other"),
+    ]
+    opened.close()
 
 
 def test_a_run_brings_its_cohort_and_its_curves(jpeg_slide, jpeg_label, tmp_path):
@@ -191,7 +278,8 @@ def test_attention_is_shown_by_rank_where_its_patches_lie(jpeg_slide, tmp_path):
     attention = np.zeros((22, 29), np.float32)  # of 32 px each, a little more than the slide
     attention[2, 3], attention[4, 5] = 1e-6, 0.9
     write_pyramid(tmp_path / "small.tif", [attention], shape=(22, 29, 1), dtype=np.float32, nearest=False, mpp=0.5 * 32)
-    item = dataclasses.replace(find([jpeg_slide]).items[0], attention=tmp_path / "small.tif")
+    predicted = Predicted(tmp_path, attention=tmp_path / "small.tif")
+    item = dataclasses.replace(find([jpeg_slide]).items[0], predictions=(predicted,))
     opened = Opened(item)
     assert named(opened) == [("Attention (rank)", "probabilities")]
     assert opened.layers[0].part == Box(0, 0, 704, 928)

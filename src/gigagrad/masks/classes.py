@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Self
+from typing import Any, Self
+
+import numpy as np
+from numpy.typing import NDArray
 
 from gigagrad.errors import ConfigError, did_you_mean
+from gigagrad.images.layout import MaskClass
 
 IGNORED = 255
 """The class id of pixels that no loss and no score looks at."""
@@ -21,6 +25,8 @@ _REGION = "Region*"
 """QuPath's class of areas in which something is to be looked for: no class of pixels."""
 _IGNORED_BY_QUPATH = "*"
 """The end of names of QuPath's classes that are not to be learnt or measured: Ignore*, Artefact*."""
+_PALETTE = ((0, 200, 255), (213, 94, 0), (0, 158, 115), (204, 121, 167), (0, 114, 178), (230, 159, 0), (240, 228, 66))
+"""After a cyan that stands out on pink and purple, colours of Okabe and Ito (2008), told apart by colour-blind eyes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,3 +207,32 @@ def _regions(found: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]
 def _default(ids: dict[str, int]) -> int:
     """Return the id of what is not annotated: where only one thing is, the rest is what it is told from."""
     return 0 if set(ids.values()) - {IGNORED} == {1} else IGNORED
+
+
+def mask_classes(count: int, names: Sequence[str] = ()) -> tuple[MaskClass, ...]:
+    """Make foreground classes 1 to `count`, named `names` or else "Foreground" (one class) or "Class 1", "Class 2", ...
+
+    Raises `ConfigError` when there are names for another number of classes.
+    """
+    if names and len(names) != count:
+        raise ConfigError(
+            f"got {len(names)} class names ({', '.join(names)}) for {count} foreground classes; "
+            "name every class except the background"
+        )
+    chosen = names or (["Foreground"] if count == 1 else [f"Class {k}" for k in range(1, count + 1)])
+    return tuple(MaskClass(k + 1, name, _PALETTE[k % len(_PALETTE)]) for k, name in enumerate(chosen))
+
+
+def class_names(count: int, table: ClassTable | None) -> tuple[str, ...]:
+    """Name a mask's class ids 0 to `count - 1`: by the table, else "Background" and as `mask_classes` has it."""
+    background = next((name for name, number in table.ids if number == 0), "") if table is not None else ""
+    known = table.foreground if table is not None else ()
+    named = [*known, *(each.name for each in mask_classes(max(count - 1, 1))[len(known) :])]
+    if not background:
+        background = "Class 0" if any(name.casefold() == "background" for name in known) else "Background"
+    return (background, *named[: count - 1])
+
+
+def as_bytes(pixels: NDArray[Any]) -> NDArray[np.uint8]:
+    """Convert class ids to bytes; values beyond one count as its nearest."""
+    return np.asarray(pixels if pixels.dtype == np.uint8 else pixels.clip(0, 255), np.uint8)

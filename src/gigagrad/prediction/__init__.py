@@ -1,11 +1,11 @@
 """Predict whole images without seams, export what other tools read, and score it."""
 
+from gigagrad.cohorts.records import SlideResult
 from gigagrad.config.embed import EmbedConfig
 from gigagrad.config.predict import PredictConfig
 from gigagrad.prediction.embed import Embedded, embed
 from gigagrad.prediction.encoding import Encoder
 from gigagrad.prediction.features import Features, features_of, open_features
-from gigagrad.prediction.outputs import SlideResult
 from gigagrad.prediction.predict import predict
 from gigagrad.prediction.scores import Confusion, Evaluation, Score, evaluate, mean_sd, score_masks
 from gigagrad.prediction.slide_scores import SlideEvaluation

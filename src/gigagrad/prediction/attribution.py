@@ -34,7 +34,7 @@ from gigagrad.models.bag_names import is_bag_name
 from gigagrad.models.networks import check_intensities
 from gigagrad.prediction.classes import image_shape
 from gigagrad.prediction.outlines import write_overlay
-from gigagrad.prediction.outputs import MadeWith
+from gigagrad.prediction.outputs import made_with
 from gigagrad.prediction.slide_scores import Reading, output_of, weighted_sum
 from gigagrad.shares import Share
 
@@ -88,7 +88,7 @@ class _Job:
                 "maps are of models that read whole slides, and this one takes patches; 'gigagrad predict --outputs "
                 "attention' shows which of them count"
             )
-        self._digest = MadeWith.of(config, spec).model_sha256
+        self._digest = made_with(config, spec).model_sha256
         self._model.requires_grad_(False)  # of the pixels alone
         self._table, self._look = config.resolved_table, config.resolved_input_view
         tapped = self._model if module is None else Tapped(self._model, module).eval()

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
 from gigagrad.boxes import Box
-from gigagrad.errors import ConfigError, ImageError, ModelError
+from gigagrad.errors import ImageError, ModelError
 from gigagrad.images import Image, MaskClass
 from gigagrad.losses import kind_of
 from gigagrad.masks import IGNORED, ClassTable
+from gigagrad.masks.classes import class_names, mask_classes
 
 if TYPE_CHECKING:
     import torch
@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from gigagrad.images.bag import Bag
 
 _GREY = (128, 128, 128)
-_PALETTE = ((0, 200, 255), (213, 94, 0), (0, 158, 115), (204, 121, 167), (0, 114, 178), (230, 159, 0), (240, 228, 66))
-"""After a cyan that stands out on pink and purple, colours of Okabe and Ito (2008), told apart by colour-blind eyes."""
 
 
 def image_shape(engine: Engine, slide: Image | Bag) -> tuple[int, ...] | None:
@@ -32,30 +30,6 @@ def image_shape(engine: Engine, slide: Image | Bag) -> tuple[int, ...] | None:
     graph = engine.problem(slide).graph
     output = graph[graph.output]
     return output.shape if output.is_field else None
-
-
-def mask_classes(count: int, names: Sequence[str] = ()) -> tuple[MaskClass, ...]:
-    """Make foreground classes 1 to `count`, named `names` or else "Foreground" (one class) or "Class 1", "Class 2", ...
-
-    Raises `ConfigError` when there are names for another number of classes.
-    """
-    if names and len(names) != count:
-        raise ConfigError(
-            f"got {len(names)} class names ({', '.join(names)}) for {count} foreground classes; "
-            "name every class except the background"
-        )
-    chosen = names or (["Foreground"] if count == 1 else [f"Class {k}" for k in range(1, count + 1)])
-    return tuple(MaskClass(k + 1, name, _PALETTE[k % len(_PALETTE)]) for k, name in enumerate(chosen))
-
-
-def class_names(count: int, table: ClassTable | None) -> tuple[str, ...]:
-    """Name a mask's class ids 0 to `count - 1`: by the table, else "Background" and as `mask_classes` has it."""
-    background = next((name for name, number in table.ids if number == 0), "") if table is not None else ""
-    known = table.foreground if table is not None else ()
-    named = [*known, *(each.name for each in mask_classes(max(count - 1, 1))[len(known) :])]
-    if not background:
-        background = "Class 0" if any(name.casefold() == "background" for name in known) else "Background"
-    return (background, *named[: count - 1])
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,8 +113,3 @@ def require_mask(mask: Image, planes: int = 1) -> None:
     if mask.shape[0] != planes or probe.dtype.kind not in "bui":
         expected = "one channel of class ids" if planes == 1 else f"{planes} channels, one of each label"
         raise ImageError(f"{mask.name} is no mask: {mask.shape[0]} channels of {mask.dtype}; expected {expected}")
-
-
-def as_bytes(pixels: NDArray[Any]) -> NDArray[np.uint8]:
-    """Convert class ids to bytes; values beyond one count as its nearest."""
-    return np.asarray(pixels if pixels.dtype == np.uint8 else pixels.clip(0, 255), np.uint8)

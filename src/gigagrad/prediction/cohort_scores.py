@@ -18,6 +18,7 @@ from typing import Any, Final
 
 from gigagrad.cohorts import Row, check_cases, find_slides
 from gigagrad.cohorts.patches import joined
+from gigagrad.cohorts.records import mask_of, read_records
 from gigagrad.cohorts.slides import rows_of, run_job
 from gigagrad.config.predict import PredictConfig
 from gigagrad.errors import ConfigError, TargetError
@@ -30,7 +31,7 @@ from gigagrad.masks import IGNORED, ClassTable, is_annotation_file, open_mask, r
 from gigagrad.models import load_model
 from gigagrad.models.networks import check_intensities
 from gigagrad.prediction.classes import Channels, image_shape, require_mask
-from gigagrad.prediction.outputs import MadeWith, mask_of, read_records
+from gigagrad.prediction.outputs import made_with
 from gigagrad.prediction.predict import bags_for
 from gigagrad.prediction.scores import Confusion, Evaluation, counts_of, score_logits, score_masks
 from gigagrad.prediction.slide_scores import Reading, SlideEvaluation, compare_labels, output_of
@@ -52,7 +53,7 @@ class OfModel:
             raise ConfigError(NO_LABELS.format(cohort))
         self._engine = compile_engine(self._model, memory=config.memory, scratch=config.scratch, device=config.device)
         self._engine.events.subscribe(events.emit)
-        self._made_with = MadeWith.of(config, spec)
+        self._made_with = made_with(config, spec)
 
     def counts(self, entry: Row) -> Confusion:
         """Compare the mask of a slide with the true one. Raises `ImageError`, `TargetError` and `ModelError`."""

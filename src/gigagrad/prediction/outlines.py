@@ -22,7 +22,8 @@ from gigagrad.boxes import Box
 from gigagrad.files import replacing
 from gigagrad.images import Image, MaskClass, thumbnail
 from gigagrad.images.views import Resampled
-from gigagrad.prediction.classes import as_bytes, require_mask
+from gigagrad.masks.classes import as_bytes
+from gigagrad.prediction.classes import require_mask
 
 if TYPE_CHECKING:
     from PIL.Image import Image as Pictures

@@ -33,7 +33,8 @@ from gigagrad.files import replacing, write_csv
 from gigagrad.images import Image, MaskClass
 from gigagrad.images.georeference import Georeference
 from gigagrad.masks import paint
-from gigagrad.prediction.classes import as_bytes, require_mask
+from gigagrad.masks.classes import as_bytes
+from gigagrad.prediction.classes import require_mask
 from gigagrad.prediction.outlines import NO_CORNERS, Corners, corners_in, rings_of
 
 if TYPE_CHECKING:

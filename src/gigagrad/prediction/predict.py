@@ -25,6 +25,7 @@ from torch import nn
 
 from gigagrad.cohorts import Row, find_slides
 from gigagrad.cohorts.patches import Bags, joined
+from gigagrad.cohorts.records import FILE_NAME, MadeWith, SlideResult, file_names, read_records, summary, write_record
 from gigagrad.cohorts.slides import rows_of, run_job
 from gigagrad.config.predict import AUTO, PredictConfig
 from gigagrad.errors import ConfigError, GigagradError, ModelError, WriteError
@@ -42,18 +43,7 @@ from gigagrad.models.bag_names import is_bag_name
 from gigagrad.models.networks import check_intensities
 from gigagrad.prediction.attention import WithAttention, attends, write_attention
 from gigagrad.prediction.classes import Channels, image_shape
-from gigagrad.prediction.outputs import (
-    FILE_NAME,
-    OUTPUTS,
-    MadeWith,
-    Predicted,
-    SlideResult,
-    Streaming,
-    file_names,
-    read_records,
-    summary,
-    write_record,
-)
+from gigagrad.prediction.outputs import OUTPUTS, Predicted, Streaming, made_with
 from gigagrad.prediction.polygons import trace, with_probabilities
 from gigagrad.prediction.scores import counts_of, score_masks
 from gigagrad.prediction.slide_scores import Reading, check_table, checked_output, output_of, score_tables
@@ -90,7 +80,7 @@ class Predictor:
                 "a label map is of classes that are regions of ids, as in --classes whole=1+2 core=2; the mask has the "
                 "ids of others"
             )
-        self.made_with = MadeWith.of(config, spec)
+        self.made_with = made_with(config, spec)
         self._tables_checked = False
 
     def _compiled(self, model: nn.Module, events: Events) -> Engine:

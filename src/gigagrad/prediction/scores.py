@@ -25,7 +25,8 @@ from gigagrad.events import Events, Listener
 from gigagrad.images import Image
 from gigagrad.images.opening import open_ids
 from gigagrad.masks import ClassTable
-from gigagrad.prediction.classes import Channels, class_names, require_mask
+from gigagrad.masks.classes import class_names
+from gigagrad.prediction.classes import Channels, require_mask
 
 _Pixels = NDArray[np.generic]
 _CHUNK_PIXELS = 1 << 20

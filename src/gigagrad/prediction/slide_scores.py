@@ -25,6 +25,7 @@ import torch
 from numpy.typing import NDArray
 
 from gigagrad.cohorts import Row, cases_of, survival_of
+from gigagrad.cohorts.records import SlideResult
 from gigagrad.errors import ConfigError, ModelError, TargetError, extra
 from gigagrad.execution.engine import Engine
 from gigagrad.files import csv_text
@@ -32,7 +33,6 @@ from gigagrad.images import Image
 from gigagrad.images.bag import Bag
 from gigagrad.losses import kind_of
 from gigagrad.masks import ClassTable
-from gigagrad.prediction.outputs import SlideResult
 
 TABLE_NAME: Final = "slides.csv"
 CASES_NAME: Final = "cases.csv"

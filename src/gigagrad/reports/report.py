@@ -19,13 +19,13 @@ from typing import Any, Final, TypeVar, get_type_hints
 
 import yaml
 
+from gigagrad.cohorts.records import FILE_NAME, FOLDER
 from gigagrad.config.fit import FitConfig
 from gigagrad.errors import ConfigError, extra
 from gigagrad.events import MetricsLogged, StepMeasured
 from gigagrad.files import write_text
 from gigagrad.plans import Plan
 from gigagrad.plans.description import Table, describe
-from gigagrad.prediction.outputs import FILE_NAME, FOLDER
 from gigagrad.prediction.scores import mean_sd
 from gigagrad.reports.charts import dice_chart, loss_chart, memory_chart, own_peaks
 from gigagrad.reports.tables import class_tables, is_number, label_tables, mapping, measure_name, number

@@ -7,21 +7,54 @@ link that was named itself is its user's word. A file that has become a link sin
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 from gigagrad.cohorts import Row, find_slides
+from gigagrad.cohorts.cohort import is_cohort_folder
+from gigagrad.cohorts.records import FILE_NAME, FOLDER, SlideResult, read_records
+from gigagrad.cohorts.rows import slides_in
 from gigagrad.config import read_yaml
 from gigagrad.errors import ConfigError, GigagradError
+from gigagrad.files import digest_of
 from gigagrad.images.layout import plain_stem
+from gigagrad.images.opening import dicom_instances
 from gigagrad.masks import ClassTable
-from gigagrad.prediction.outputs import FILE_NAME, FOLDER, SlideResult, read_records
 
 METRICS: Final = "metrics.jsonl"
 """The file of a run that says that a folder is one, and has its curves."""
 _MASKS_OF: Final = (".tif", ".tiff", ".png", ".zarr", ".geojson", ".json", ".xml", ".gz", ".zip")
+_MASK_FOLDERS: Final = ("annotations", "labels", "masks")
+"""Names of folders that hold no slides, whatever the suffixes of their files."""
+
+
+@dataclass(frozen=True, slots=True)
+class Predicted:
+    """Files of one prediction of a slide."""
+
+    source: Path
+    """The folder that `predict` wrote, or the file."""
+    mask: Path | None = None
+    """Class ids, or outlines."""
+    probabilities: Path | None = None
+    attention: Path | None = None
+    """A map of what a model of bags attended to."""
+    patches: Path | None = None
+    """The patches of the bag with the attention of each."""
+    table: ClassTable | None = None
+    scores: tuple[tuple[str, float], ...] = ()
+    """Numbers to sort by: Dice, or the scores of a model that scores whole slides."""
+    network: str = ""
+    """The SHA-256 of the network's weights."""
+    of: str = ""
+    """The name of what predicted it, where several did."""
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        return tuple(filter(None, (self.mask, self.probabilities, self.attention, self.patches)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,25 +64,29 @@ class Item:
     row: Row
     labels: tuple[tuple[Path, ...], ...] = ()
     """Labels of it: each a mask, or masks of one label each."""
-    mask: Path | None = None
-    """A prediction: class ids, or outlines."""
-    probabilities: Path | None = None
-    attention: Path | None = None
-    """A map of what a model of bags attended to."""
+    predictions: tuple[Predicted, ...] = ()
     table: ClassTable | None = None
-    scores: tuple[tuple[str, float], ...] = ()
-    """Numbers to sort by: Dice, or the scores of a model that scores whole slides."""
+    label: str = ""
+    """What a person calls it: another one than any other slide."""
 
     @property
     def name(self) -> str:
         return self.row.name
 
     @property
+    def scores(self) -> dict[str, float]:
+        return {
+            f"{name} ({each.of})" if each.of else name: value
+            for each in self.predictions
+            for name, value in each.scores
+        }
+
+    @property
     def files(self) -> tuple[Path, ...]:
         """Return every file that may be opened for it."""
-        shown = (self.mask, self.probabilities, self.attention)
         labels = (path for paths in self.labels for path in paths)
-        return (self.row.slide, *self.row.further_slides, *labels, *(path for path in shown if path is not None))
+        predicted = (path for each in self.predictions for path in each.files)
+        return (self.row.slide, *self.row.further_slides, *labels, *predicted)
 
     def check_same(self) -> None:
         """Raise `ConfigError` where one of its files is another one than when the command started."""
@@ -60,18 +97,27 @@ class Item:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """A folder that `fit` writes, or has written."""
+    """A folder that `fit` writes, or has written. `named`: a person has named it, and not a folder that it is in."""
 
     name: str
     metrics: Path
+    named: bool = True
+
+    @property
+    def folder(self) -> Path:
+        return self.metrics.parent
 
 
 @dataclass(frozen=True, slots=True)
 class Catalog:
-    """Everything that a command named; slides and runs are asked for by their numbers."""
+    """Everything that a command named; slides and runs are asked for by their numbers.
+
+    `parts` names what was found one below a folder that holds nothing itself.
+    """
 
     items: tuple[Item, ...]
     runs: tuple[Run, ...]
+    parts: tuple[str, ...] = ()
 
 
 def find(
@@ -80,7 +126,8 @@ def find(
     predictions: Path | None = None,
     classes: Sequence[str] = (),
 ) -> Catalog:
-    """Find slides and runs of `sources`: slides, folders of them, cohort files, folders of `predict` and `fit`.
+    """Find slides and runs of `sources`: slides, folders of them, cohort files, folders of `predict` and `fit`; of a
+    folder that is none of these, what lies one below it.
 
     `masks` are files of one slide, or folders with files called by the slides; `predictions` a folder that `predict`
     wrote, or a file of one slide. Raises `ConfigError` for a source that is missing or holds nothing to look at, and
@@ -88,44 +135,115 @@ def find(
     """
     items: list[Item] = []
     runs: list[Run] = []
+    parts: list[Path] = []
     table = ClassTable.parse(classes) if classes else None
     for source in sources:
-        if _is_run(source):
-            runs.append(Run("/".join(source.resolve().parts[-2:]), (source / METRICS).resolve()))
-            items += _of_run(source)
-        elif _is_predictions(source):
-            items += [_with_record(Item(Row(Path(record.slide))), source, record) for record in _records(source)]
-        else:
-            items += _of_slides(source)
+        below = _below(source)
+        for each in below or [source]:
+            if _is_run(each):
+                runs.append(Run("/".join(each.resolve().parts[-2:]), (each / METRICS).resolve(), not below))
+                items += _of_run(each)
+            elif not (below and _is_mask_folder(each)):
+                try:
+                    items += _of_predictions(each) if _is_predictions(each) else _of_slides(each)
+                except ConfigError:
+                    if not below:
+                        raise
+                    continue  # a table that lists no slides, or predictions of slides that are gone
+            parts += [each] if below else []
     items = _merged(items)
     if predictions is not None:
         items = _with_predictions(items, predictions)
     for path in masks:
         items = _with_mask(items, path)
+    for path in filter(_is_mask_folder, parts):
+        items = _with_masks_in(items, path)
     if table is not None:
-        items = [dataclasses.replace(item, table=table) for item in items]
+        items = [_with_table(item, table) for item in items]
     if not items and not runs:
         raise ConfigError(f"nothing to show in {', '.join(map(str, sources))}; name slides, a folder, a CSV or a run")
-    return Catalog(tuple(map(_resolved, items)), tuple(runs))
+    return Catalog(tuple(_labelled(_named(items, runs))), tuple(runs), tuple(path.name for path in parts))
+
+
+def _below(source: Path) -> list[Path]:
+    """Return what lies one below a folder that is no source itself: runs, predictions, cohort files, folders of slides
+    and of masks; nothing for other sources."""
+    if not source.is_dir() or source.suffix.lower() == ".zarr":
+        return []
+    if _is_run(source) or _is_predictions(source) or is_cohort_folder(source) or _has_slides(source):
+        return []
+    inside = source.resolve()
+    entries = [
+        path
+        for path in sorted(source.iterdir())
+        if not path.name.startswith(".") and path.resolve().is_relative_to(inside)
+    ]
+    shown = (_is_run, _is_predictions, is_cohort_folder, _has_slides, _is_mask_folder)
+    return [
+        path
+        for path in entries
+        if (any(known(path) for known in shown) if path.is_dir() else path.suffix.lower() == ".csv")
+    ]
+
+
+def _has_slides(folder: Path) -> bool:
+    return bool(slides_in(folder) or dicom_instances(folder))
+
+
+def _is_mask_folder(path: Path) -> bool:
+    return path.is_dir() and path.name.lower() in _MASK_FOLDERS
 
 
 def _merged(items: Iterable[Item]) -> list[Item]:
-    """Join what several sources know of one slide. Raises `ConfigError` for two slides of one name."""
-    found: dict[str, Item] = {}
-    for item in items:
-        known = found.setdefault(item.name, item)
-        if known.row.slide.resolve() != item.row.slide.resolve():
-            raise ConfigError(f"{known.row.slide} and {item.row.slide} are both called {item.name}; show one at a time")
-        found[item.name] = dataclasses.replace(
+    """Join what several sources know of one slide."""
+    found: dict[Path, Item] = {}
+    for item in map(_resolved, items):
+        known = found.setdefault(item.row.slide, item)
+        found[item.row.slide] = dataclasses.replace(
             known,
             labels=tuple(dict.fromkeys((*known.labels, *item.labels))),
-            mask=known.mask or item.mask,
-            probabilities=known.probabilities or item.probabilities,
-            attention=known.attention or item.attention,
+            predictions=tuple(dict.fromkeys((*known.predictions, *item.predictions))),
             table=known.table or item.table,
-            scores=known.scores or item.scores,
         )
     return list(found.values())
+
+
+def _named(items: Sequence[Item], runs: Sequence[Run]) -> list[Item]:
+    """Name what predicted, where several did: by the run whose network it was, else by the folder."""
+    sources = list(dict.fromkeys(each.source for item in items for each in item.predictions))
+    if len(sources) < 2 and sum(run.named for run in runs) < 2:
+        return list(items)
+    networks = {digest_of(run.folder / "best.pt"): run.name for run in runs if (run.folder / "best.pt").is_file()}
+    names = dict(zip(sources, told_apart(sources, 2), strict=True))
+
+    def named(predicted: Predicted) -> Predicted:
+        return dataclasses.replace(predicted, of=networks.get(predicted.network, names[predicted.source]))
+
+    return [dataclasses.replace(item, predictions=tuple(map(named, item.predictions))) for item in items]
+
+
+def _labelled(items: Sequence[Item]) -> Iterator[Item]:
+    """Call every slide by its name, and those of one name by their folders, too."""
+    names = Counter(item.name for item in items)
+    alike = [item.row.slide for item in items if names[item.name] > 1]
+    longer = dict(zip(alike, told_apart([path.with_suffix("") for path in alike], 2), strict=True))
+    for item in items:
+        yield dataclasses.replace(item, label=longer.get(item.row.slide, item.name))
+
+
+def told_apart(paths: Sequence[Path], least: int) -> list[str]:
+    """Name paths by `least` of their last parts, or by as many more as tell each from all others."""
+
+    def called(path: Path, parts: int) -> str:
+        return "/".join(path.parts[-parts:])
+
+    found = []
+    for path in paths:
+        parts = least
+        while parts < len(path.parts) and [called(other, parts) for other in paths].count(called(path, parts)) > 1:
+            parts += 1
+        found.append(called(path, parts))
+    return found
 
 
 def _is_run(source: Path) -> bool:
@@ -141,6 +259,10 @@ def _records(folder: Path) -> list[SlideResult]:
     if not any(Path(record.slide).exists() for record in records):
         raise ConfigError(f"the slides of {folder} are gone; name them beside --predictions {folder}")
     return [record for record in records if Path(record.slide).exists()]
+
+
+def _of_predictions(folder: Path) -> list[Item]:
+    return [_with_record(Item(Row(Path(record.slide))), folder, record) for record in _records(folder)]
 
 
 def _of_slides(source: Path) -> list[Item]:
@@ -170,56 +292,79 @@ def _with_predictions(items: Sequence[Item], predictions: Path) -> list[Item]:
         records = read_records(predictions)
         if not records:
             raise ConfigError(f"{predictions} holds no predictions; name the folder that 'gigagrad predict' wrote")
-        return [_with_record(item, predictions, records[item.name]) if item.name in records else item for item in items]
+        names = Counter(item.name for item in items)
+
+        def belongs(item: Item) -> bool:
+            record = records.get(item.name)
+            return record is not None and (names[item.name] == 1 or Path(record.slide).resolve() == item.row.slide)
+
+        return [_with_record(item, predictions, records[item.name]) if belongs(item) else item for item in items]
     if len(items) != 1:
         raise ConfigError(f"{predictions} is of one slide, and {len(items)} are shown; name a folder with one for each")
     if not predictions.exists():
         raise ConfigError(f"there is no {predictions}; name the folder that 'gigagrad predict' wrote, or a mask")
-    if predictions.parent.name == "probabilities":
-        return [dataclasses.replace(items[0], probabilities=predictions)]
-    return [dataclasses.replace(items[0], mask=predictions)]
+    file = predictions.resolve()
+    shares = predictions.parent.name == "probabilities"
+    predicted = Predicted(file, probabilities=file) if shares else Predicted(file, mask=file)
+    return [dataclasses.replace(items[0], predictions=(*items[0].predictions, predicted))]
 
 
 def _with_record(item: Item, folder: Path, record: SlideResult) -> Item:
     inside = folder.resolve()
 
     def file(output: str, *inner: str) -> Path | None:
-        path = folder.joinpath(record.files.get(output, ""), *inner)
-        there = output in record.files and path.exists() and path.resolve().is_relative_to(inside)
-        return path if there else None
+        path = folder.joinpath(record.files.get(output, ""), *inner).resolve()
+        return path if output in record.files and path.exists() and path.is_relative_to(inside) else None
 
     scores = [*record.scores.items(), *([("Dice", record.dice)] if record.dice is not None else [])]
     entries = record.made_with.classes
-    return dataclasses.replace(
-        item,
+    predicted = Predicted(
+        inside,
         mask=file("labelmap") or file("mask"),
         probabilities=file("probabilities"),
         attention=file("attention", f"{item.name}.tif"),
-        table=ClassTable.parse(entries) if entries else item.table,
+        patches=file("attention", f"{item.name}.geojson"),
+        table=ClassTable.parse(entries) if entries else None,
         scores=tuple(scores),
+        network=record.made_with.model_sha256,
     )
+    return dataclasses.replace(item, predictions=tuple(dict.fromkeys((*item.predictions, predicted))))
 
 
-def _with_mask(items: Sequence[Item], path: Path) -> list[Item]:
+def _with_mask(items: list[Item], path: Path) -> list[Item]:
     if path.is_dir() and path.suffix != ".zarr":
-        named = [(item, [(each,) for each in _called(path, item.name)]) for item in items]
-        if not any(found for _, found in named):
+        if not any(_called(path, item.name) for item in items):
             raise ConfigError(
                 f"no file in {path} is called like one of the slides; expected SLIDE.tif or SLIDE.geojson"
             )
-        return [dataclasses.replace(item, labels=(*item.labels, *found)) for item, found in named]
+        return _with_masks_in(items, path)
     if not path.exists():
         raise ConfigError(f"there is no mask {path}; check the path")
     if len(items) != 1:
         raise ConfigError(f"{path} is of one slide, and {len(items)} are shown; name a folder with a mask for each")
-    return [dataclasses.replace(items[0], labels=(*items[0].labels, (path,)))]
+    return [dataclasses.replace(items[0], labels=(*items[0].labels, (path.resolve(),)))]
+
+
+def _with_table(item: Item, table: ClassTable) -> Item:
+    predictions = tuple(dataclasses.replace(each, table=table) for each in item.predictions)
+    return dataclasses.replace(item, table=table, predictions=predictions)
+
+
+def _with_masks_in(items: Iterable[Item], folder: Path) -> list[Item]:
+    """Add what is called like each slide, unless that has it already."""
+    return [
+        dataclasses.replace(
+            item, labels=tuple(dict.fromkeys((*item.labels, *((path,) for path in _called(folder, item.name)))))
+        )
+        for item in items
+    ]
 
 
 def _called(folder: Path, name: str) -> list[Path]:
     """Return the files of a folder that are called by a slide, whatever follows its name behind a dot."""
     inside = folder.resolve()
     return [
-        path
+        path.resolve()
         for path in sorted(folder.iterdir())
         if (plain_stem(path.stem) == name or path.name.startswith(f"{name}."))
         and path.suffix.lower() in _MASKS_OF
@@ -228,6 +373,8 @@ def _called(folder: Path, name: str) -> list[Path]:
 
 
 def _resolved(item: Item) -> Item:
+    """Take the files that links lead to; the slide keeps its name."""
+
     def each(paths: Iterable[Path]) -> tuple[Path, ...]:
         return tuple(path.resolve() for path in paths)
 
@@ -239,11 +386,4 @@ def _resolved(item: Item) -> Item:
         further_slides=each(item.row.further_slides),
         further_masks=(),
     )
-    return dataclasses.replace(
-        item,
-        row=row,
-        labels=tuple(each(paths) for paths in item.labels),
-        mask=item.mask and item.mask.resolve(),
-        probabilities=item.probabilities and item.probabilities.resolve(),
-        attention=item.attention and item.attention.resolve(),
-    )
+    return dataclasses.replace(item, row=row, labels=tuple(each(paths) for paths in item.labels))

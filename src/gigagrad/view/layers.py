@@ -16,8 +16,7 @@ from gigagrad.boxes import Box
 from gigagrad.errors import ConfigError
 from gigagrad.images import MaskClass
 from gigagrad.images.pixels import Array
-from gigagrad.masks.classes import IGNORED
-from gigagrad.prediction.classes import as_bytes, mask_classes
+from gigagrad.masks.classes import IGNORED, as_bytes, mask_classes
 from gigagrad.view.pyramids import AGREED, FALSE, MISSED, OTHER_CLASS, Pyramid
 
 Picture = NDArray[np.uint8]
@@ -70,7 +69,7 @@ class Layer:
     """A picture over a slide: `classes`, `errors` (ids of `ERRORS`) or `probabilities`, a channel for each of classes.
 
     `name` is what a person calls it; `part` is where it lies, in pixels of the slide's level 0, None for all of it.
-    `live`: tiles are computed when they are asked for, by a network.
+    `live`: tiles are computed when they are asked for, by a network. `of`: what predicted it, where several did.
     """
 
     name: str
@@ -79,6 +78,7 @@ class Layer:
     classes: tuple[MaskClass, ...]
     part: Box | None = None
     live: bool = False
+    of: str = ""
 
     def picture(self, level: int, column: int, row: int, style: Style) -> bytes | None:
         """Draw a tile as a PNG with transparency, None for a tile that there is not. Raises `ImageError`."""

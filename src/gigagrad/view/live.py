@@ -52,7 +52,9 @@ class Live:
         device: str = "cpu",
         classes: Sequence[str] = (),
         trust: Sequence[str] = (),
+        name: str = "",
     ) -> None:
+        """`name` is what it is called where several networks predict; the rest is as for `predict`."""
         config = PredictConfig(
             run=model,
             slides=("in view",),
@@ -62,6 +64,7 @@ class Live:
             classes=tuple(classes),
             trust=tuple(trust),
         )
+        self.name = name
         self._config, self._predictor = config, Predictor(config, Events())
         if self._predictor.bags is not None:
             raise ConfigError(f"{model} reads patches and scores slides; a page can show what predicts an image only")
@@ -98,14 +101,15 @@ class Live:
         ids = ImagePyramid(_Ids(computed, channels, self._config.threshold), ids=True, coarsest=_COARSEST)
         shares = ImagePyramid(_Probabilities(computed, channels), coarsest=_COARSEST)
         layers = (
-            Layer("Prediction now", "classes", ids, classes, live=True),
-            Layer("Probabilities now", "probabilities", shares, named, live=True),
+            Layer("Prediction now", "classes", ids, classes, live=True, of=self.name),
+            Layer("Probabilities now", "probabilities", shares, named, live=True, of=self.name),
         )
         scale = slide.height / own.height
         last = plan.segments[-1]
         tile, crop = ([side * scale for side in sides] for sides in (last.tile, last.crop))
         # Where fields are kept, a tile is computed from crops of those.
-        return layers, {"tile": tile, "crop": None if plan.kept else crop, "exact": seconds <= _MOST_BEFORE_SECONDS}
+        exact = seconds <= _MOST_BEFORE_SECONDS
+        return layers, {"of": self.name, "tile": tile, "crop": None if plan.kept else crop, "exact": exact}
 
 
 class _Computed(View):

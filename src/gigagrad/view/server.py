@@ -81,6 +81,8 @@ def application(
         Route("/slides/{slide:int}", answers.slide),
         Route("/slides/{slide:int}/live", answers.live),
         Route("/slides/{slide:int}/thumbnail", answers.thumbnail),
+        Route("/slides/{slide:int}/patches/{number:int}", answers.patches),
+        Route("/slides/{slide:int}/square/{x:int}/{y:int}/{side:int}", answers.square),
         Route("/slides/{slide:int}/pixel/{y:int}/{x:int}", answers.pixel),
         Route("/slides/{slide:int}/{layer:int}/{level:int}/{column:int}/{row:int}", answers.tile),
         Route("/runs/{run:int}/{start:int}", answers.curves),
@@ -108,9 +110,9 @@ class _Answers:
         return Response(self._page[name], media_type=kind)
 
     async def catalog(self, request: Request) -> Response:
-        slides = [{"name": item.name, "scores": dict(item.scores)} for item in self._catalog.items]
+        slides = [{"name": item.label, "scores": item.scores} for item in self._catalog.items]
         runs = [run.name for run in self._catalog.runs]
-        return _json({"slides": slides, "runs": runs, "live": self._slides.live is not None})
+        return _json({"slides": slides, "runs": runs, "live": bool(self._slides.live)})
 
     async def slide(self, request: Request) -> Response:
         return await self._of_slide(request, lambda opened: _json(opened.describe()))
@@ -120,6 +122,17 @@ class _Answers:
 
     async def thumbnail(self, request: Request) -> Response:
         return await self._drawn(request, lambda opened: (opened.thumbnail(), "image/jpeg"))
+
+    async def patches(self, request: Request) -> Response:
+        def listed(opened: Opened) -> Response:
+            found = opened.patches(request.path_params["number"])
+            return _not_there() if found is None else _json(found)
+
+        return await self._of_slide(request, listed)
+
+    async def square(self, request: Request) -> Response:
+        place = [request.path_params[name] for name in ("x", "y", "side")]
+        return await self._drawn(request, lambda opened: opened.square(*place))
 
     async def pixel(self, request: Request) -> Response:
         y, x, live = request.path_params["y"], request.path_params["x"], request.url.query == "live=1"

@@ -8,14 +8,17 @@ import socket
 import sys
 import threading
 import webbrowser
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Any, Final
 
-from gigagrad.errors import ConfigError, extra
-from gigagrad.view.catalog import find
+from gigagrad.errors import ConfigError, GigagradError, extra
+from gigagrad.view.catalog import Catalog, find
 from gigagrad.view.page import read_page
 from gigagrad.view.slides import Slides
+
+if TYPE_CHECKING:
+    from gigagrad.view.live import Live
 
 _MOST_CLIENTS: Final = 256
 _LOOPBACK: Final = ("127.0.0.1", "::1", "localhost")
@@ -39,7 +42,8 @@ def view(
     """Show slides and runs in a web page until Ctrl-C: its address, with a secret token, is told.
 
     Args:
-        sources: slides, folders of them, cohort files, and folders that `fit` or `predict` wrote.
+        sources: slides, folders of them, cohort files, and folders that `fit` or `predict` wrote; of several runs, the
+            networks predict what is in view, side by side. Of a folder that is none of these, what is one below it.
         masks: what is true of the slide; of several slides folders with a file for each.
         predictions: a folder that `predict` wrote, or a file of the one slide.
         model: a run or a saved model that predicts what is in view; `memory`, `device`, `trust` as for `predict`.
@@ -58,12 +62,8 @@ def view(
 
     predicted = None if predictions is None else Path(predictions)
     catalog, page = find([*map(Path, sources)], [*map(Path, masks)], predicted, classes), read_page()
-    live = None
-    if model is not None:
-        from gigagrad.view.live import Live
-
-        live = Live(model, memory=memory, device=device, classes=classes, trust=trust)
-    slides, token = Slides(catalog.items, live), new_token()
+    settings: dict[str, Any] = {"memory": memory, "device": device, "classes": classes, "trust": trust}
+    slides, token = Slides(catalog.items, _networks(catalog, model, settings, tell)), new_token()
     app = application(catalog, slides, page, token=token, host=host, threads=os.cpu_count() or 1)
     with contextlib.ExitStack() as stack:
         stack.callback(slides.close)
@@ -86,10 +86,35 @@ def view(
             tell(f"warning: whoever reaches {host} and knows this address sees these slides, and nothing is encrypted")
         counts = ((len(catalog.items), "slide"), (len(catalog.runs), "run"))
         shown = " and ".join(f"{count} {noun}{'s' * (count > 1)}" for count, noun in counts if count)
+        shown += f" of {', '.join(catalog.parts)}" if catalog.parts else ""
         tell(f"{shown} at {address} (Ctrl-C ends it)")
         if browser:
             threading.Thread(target=webbrowser.open, args=(address,), daemon=True).start()
         uvicorn.Server(config).run(sockets=[listening])
+
+
+def _networks(
+    catalog: Catalog, model: str | Path | None, settings: Mapping[str, Any], tell: Callable[[str], None]
+) -> list[Live]:
+    """Load the networks that predict what is in view: `model`, else those of several runs that were named, and tell of
+    a run that has none. Raises `ConfigError` and `ModelError` where `model` can't be used. PyTorch is imported for
+    these alone: it takes seconds."""
+    several = any(each.of for item in catalog.items for each in item.predictions)
+    named = [(model, str(model) if several else "")] if model is not None else []
+    runs = [run for run in catalog.runs if run.named]
+    if model is None and len(runs) > 1:
+        named = [(run.folder, run.name) for run in runs]
+    networks = []
+    for source, name in named:
+        from gigagrad.view.live import Live
+
+        try:
+            networks.append(Live(source, name=name, **settings))
+        except GigagradError as error:
+            if model is not None:
+                raise
+            tell(f"warning: {name} predicts nothing here: {error}")
+    return networks
 
 
 @contextlib.contextmanager

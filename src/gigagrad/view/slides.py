@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import threading
 from collections import OrderedDict
@@ -20,10 +21,11 @@ from gigagrad.images.opening import open_ids
 from gigagrad.images.pixels import Array
 from gigagrad.images.thumbnails import range_shown, samples
 from gigagrad.masks import ClassTable, LabelMap, is_annotation_file, open_mask, read_annotations
+from gigagrad.masks.classes import as_bytes, class_names, mask_classes
 from gigagrad.masks.outlines import in_pixels
-from gigagrad.prediction.classes import as_bytes, class_names, mask_classes
-from gigagrad.view.catalog import Item
+from gigagrad.view.catalog import Item, Predicted
 from gigagrad.view.layers import ERRORS, Layer, Shades, Style, classes_in, jpeg
+from gigagrad.view.patches import read_patches
 from gigagrad.view.pyramids import TILE, ImagePyramid, MadePyramid, OutlinePyramid, Pyramid, errors
 
 if TYPE_CHECKING:
@@ -36,17 +38,19 @@ _LOOKED_AT_PX: Final = 1024
 _MOST_CLASSES: Final = 32
 """A file of bytes with more values than this holds probabilities, not class ids."""
 _THUMBNAIL_PX: Final = 256
+_STAMP_PX: Final = 128
 
 
 class Opened:
     """A slide that is open, its layers, and what is told of both. Closing it closes all files."""
 
-    def __init__(self, item: Item, live: Live | None = None) -> None:
-        """Open everything but what `live` predicts, which waits for `predict`. Raises `GigagradError` where the slide
+    def __init__(self, item: Item, live: Sequence[Live] = ()) -> None:
+        """Open everything but what `live` predict, which waits for `predict`. Raises `GigagradError` where the slide
         can't be read; of a layer that can't, `problems` has the reason."""
         item.check_same()
         self.item, self.problems = item, list[str]()
-        self.plan: dict[str, Any] | None = None
+        self.plans: list[dict[str, Any]] = []
+        """Where the tiles of each network's plan lie."""
         self._live, self._lock, self._files = live, threading.Lock(), ExitStack()
         try:
             self.slide = self._files.enter_context(item.row.open())
@@ -62,27 +66,41 @@ class Opened:
         self._files.close()
 
     def predict(self) -> None:
-        """Add the layers that are predicted when they are looked at, once. Raises `GigagradError`."""
+        """Add the layers that are predicted when they are looked at, once; of a network that can't, `problems` has the
+        reason."""
         with self._lock:
-            if self._live is not None:
-                layers, self.plan = self._live.layers(self.slide, self._files)
+            for live in self._live:
+                try:
+                    layers, plan = live.layers(self.slide, self._files)
+                except GigagradError as error:
+                    self.problems.append(f"{live.name}: {error}" if live.name else str(error))
+                    continue
                 self.layers += layers
-                self._live = None
+                self.plans.append(plan)
+            self._live = ()
 
     def _layers(self, item: Item) -> Iterator[Layer]:
         """Yield what lies over the slide: labels, what was predicted, and what is wrong with that."""
         labels = [self._tried(partial(self._label, item, paths)) for paths in item.labels]
         yield from filter(None, labels)
-        predicted = self._tried(partial(self._predicted, item, item.mask)) if item.mask else None
-        if predicted is not None:
-            yield predicted
-        if item.probabilities and (shares := self._tried(partial(self._probabilities, item, item.probabilities))):
-            yield shares
-        if item.attention and (attention := self._tried(partial(self._attention, item.attention))):
-            yield attention
         label = next(filter(None, labels), None)
-        if label is not None and predicted is not None and predicted.kind == "classes":
-            yield Layer("Errors", "errors", MadePyramid(errors, predicted.pyramid, label.pyramid), ERRORS)
+        for predicted in item.predictions:
+            for layer in self._of(predicted, predicted.table or item.table, label):
+                yield dataclasses.replace(layer, of=predicted.of)
+
+    def _of(self, predicted: Predicted, table: ClassTable | None, label: Layer | None) -> Iterator[Layer]:
+        """Yield the layers of one prediction."""
+        mask = self._tried(partial(self._predicted, predicted.mask, table)) if predicted.mask else None
+        if mask is not None:
+            yield mask
+        if predicted.probabilities and (
+            shares := self._tried(partial(self._probabilities, predicted.probabilities, table))
+        ):
+            yield shares
+        if predicted.attention and (attention := self._tried(partial(self._attention, predicted.attention))):
+            yield attention
+        if label is not None and mask is not None and mask.kind == "classes":
+            yield Layer("Errors", "errors", MadePyramid(errors, mask.pyramid, label.pyramid), ERRORS)
 
     def _tried(self, make: Callable[[], Layer]) -> Layer | None:
         try:
@@ -94,9 +112,10 @@ class Opened:
     def _label(self, item: Item, paths: tuple[Path, ...]) -> Layer:
         """Open masks or outlines, one or one of each label. Raises `GigagradError`."""
         several = len(paths) > 1
+        table = item.table or next((each.table for each in item.predictions if each.table is not None), None)
         name = "Label" if len(item.labels) == 1 else f"Label {plain_name(paths[0], item.name)}"
         if not several:
-            return self._classes(name, paths[0], item.table)
+            return self._classes(name, paths[0], table)
         layers = [self._classes(name, path, None) for path in paths]
         parts = [layer.pyramid for layer in layers]
 
@@ -106,14 +125,14 @@ class Opened:
                 found[one > 0] = number
             return found
 
-        table = item.table.foreground if item.table is not None else ()
-        named = class_names(len(paths) + 1, item.table)[1:] if table else [plain_name(path, "") for path in paths]
+        known = table is not None and table.foreground
+        named = class_names(len(paths) + 1, table)[1:] if known else [plain_name(path, "") for path in paths]
         return Layer(name, "classes", MadePyramid(stacked, *parts), mask_classes(len(paths), named))
 
-    def _predicted(self, item: Item, path: Path) -> Layer:
+    def _predicted(self, path: Path, table: ClassTable | None) -> Layer:
         if not is_annotation_file(path) and _holds_shares(path):
-            return self._probabilities(item, path)
-        return self._classes("Prediction", path, item.table)
+            return self._probabilities(path, table)
+        return self._classes("Prediction", path, table)
 
     def _classes(self, name: str, path: Path, table: ClassTable | None) -> Layer:
         if is_annotation_file(path):
@@ -138,13 +157,13 @@ class Opened:
         known = _known(enumerate(table.foreground, 1)) if table is not None else ()
         return Layer(name, "classes", pyramid, classes_in(seen, known), self._place(image))
 
-    def _probabilities(self, item: Item, path: Path) -> Layer:
+    def _probabilities(self, path: Path, table: ClassTable | None) -> Layer:
         image = self._files.enter_context(open_image(path))
         pyramid = ImagePyramid(image)
         self._files.callback(pyramid.close)
         names = [name for name in image.channel_names if name]
         if len(names) != image.channels:
-            foreground = class_names(image.channels + 1, item.table)
+            foreground = class_names(image.channels + 1, table)
             names = list(foreground[1:] if image.channels == 1 else foreground[: image.channels])
         classes = tuple(MaskClass(number, name, (0, 0, 0)) for number, name in enumerate(names))
         return Layer("Probabilities", "probabilities", pyramid, classes, self._place(image))
@@ -181,7 +200,7 @@ class Opened:
         """Say what a page has to know before it asks for tiles."""
         slide = self.slide
         return {
-            "name": self.item.name,
+            "name": self.item.label or self.item.name,
             "height": slide.height,
             "width": slide.width,
             "mpp": slide.mpp,
@@ -190,15 +209,35 @@ class Opened:
             "tile": TILE,
             "levels": self.pyramid.shapes,
             "layers": [_described(layer) for layer in self.layers if not layer.live],
-            "problems": self.problems,
-            "plan": None,
-            "scores": dict(self.item.scores),
+            "problems": list(self.problems),
+            "plans": [],
+            "patches": [each.of for each in self.item.predictions if each.patches is not None],
+            "scores": self.item.scores,
         }
 
     def describe_live(self) -> dict[str, Any]:
-        """Say the same of the layers that are predicted now, and the tiles of their plan. Raises `GigagradError`."""
+        """Say the same of the layers that are predicted now, and where the tiles of their plans lie."""
+        before = len(self.problems)
         self.predict()
-        return {"layers": [_described(layer) for layer in self.layers if layer.live], "plan": self.plan}
+        layers = [_described(layer) for layer in self.layers if layer.live]
+        return {"layers": layers, "plans": self.plans, "problems": self.problems[before:]}
+
+    def patches(self, number: int) -> dict[str, Any] | None:
+        """List the patches with most and with least attention, of the prediction with that number among those that
+        have any; None where there is none. Raises `ConfigError`."""
+        files = [each.patches for each in self.item.predictions if each.patches is not None]
+        return read_patches(files[number], self.slide.bounds) if number < len(files) else None
+
+    def square(self, x: int, y: int, side: int) -> tuple[bytes, str] | None:
+        """Draw a part of the slide, in pixels of level 0, at about the size of a stamp; None outside of the slide."""
+        part = Box(y, x, y + side, x + side).clamp(self.slide.height, self.slide.width)
+        if part.empty:
+            return None
+        shares = [rows / self.slide.height for rows, _ in self.pyramid.shapes]
+        level = max(index for index, share in enumerate(shares) if not index or side * share >= _STAMP_PX)
+        y0, x0, y1, x1 = (edge * shares[level] for edge in (part.y0, part.x0, part.y1, part.x1))
+        box = Box(int(y0), int(x0), math.ceil(y1), math.ceil(x1))
+        return jpeg(self.shades.of(self.pyramid.read(level, box))), "image/jpeg"
 
     def tile(self, layer: int, level: int, column: int, row: int, style: Style) -> tuple[bytes, str] | None:
         """Draw a tile of the slide (layer 0) or of a layer, and name its type; None where there is none."""
@@ -240,8 +279,8 @@ class Opened:
 class Slides:
     """The slides of a catalogue by number: opened when they are asked for, those unused for longest closed again."""
 
-    def __init__(self, items: Sequence[Item], live: Live | None = None) -> None:
-        self.items, self.live = tuple(items), live
+    def __init__(self, items: Sequence[Item], live: Sequence[Live] = ()) -> None:
+        self.items, self.live = tuple(items), tuple(live)
         self._open: OrderedDict[int, Opened] = OrderedDict()
         self._users: dict[int, int] = {}
         self._opening = [threading.Lock() for _ in self.items]
@@ -287,6 +326,7 @@ def _described(layer: Layer) -> dict[str, Any]:
     return {
         "name": layer.name,
         "kind": layer.kind,
+        "of": layer.of,
         "live": layer.live,
         "levels": layer.pyramid.shapes,
         "part": None if part is None else [part.x0, part.y0, part.width, part.height],

@@ -5,8 +5,8 @@ import json
 
 import pytest
 
+from gigagrad.cohorts.records import MadeWith, SlideResult, file_names, read_records, summary, write_record
 from gigagrad.errors import ConfigError
-from gigagrad.prediction.outputs import MadeWith, SlideResult, file_names, read_records, summary, write_record
 
 MADE_WITH = MadeWith("paper-unet", "00", 0.5, (), 0)
 
