@@ -2,9 +2,11 @@
 
 import numpy as np
 import pytest
+import tifffile
 
 from gigagrad.boxes import Box
 from gigagrad.images import open_image
+from gigagrad.images.tiff import TiffImage
 from gigagrad.images.views import ArrayImage
 from gigagrad.masks import ClassTable, Outlines
 from gigagrad.view import pyramids
@@ -80,6 +82,38 @@ def test_a_file_s_own_levels_are_read_as_they_are(jpeg_slide):
         assert slide.read(Box(0, 0, 1, 1)) is not None
 
 
+def test_coarse_levels_of_wavelets_are_decoded_from_a_part_of_them(tmp_path, monkeypatch):
+    """They are about the means of the level above, and nothing is decoded whole for them."""
+    rng = np.random.default_rng(0)
+    patches = rng.integers(0, 256, (9, 13, 3), np.uint8)
+    pixels = np.kron(patches, np.ones((128, 128, 1), np.uint8))[:1101, :1541]
+    given = {"photometric": "rgb", "compression": "jpeg2000", "compressionargs": {"level": 60, "reversible": False}}
+    tifffile.imwrite(tmp_path / "slide.tif", pixels, tile=(256, 256), **given)
+    with open_image(tmp_path / "slide.tif") as slide:
+        pyramid = ImagePyramid(slide)
+        read: list[np.ndarray] = []
+        monkeypatch.setattr(TiffImage, "_decode", recorded(TiffImage._decode, read))
+        coarse = whole(pyramid, 2)
+        assert read
+        assert all(tile.shape == (64, 64, 3) for tile in read)
+        expected = halved(halved(pixels.transpose(2, 0, 1)))
+        assert coarse.shape == expected.shape
+        assert np.abs(coarse.astype(int) - expected).mean() < 5
+        np.testing.assert_array_equal(whole(pyramid, 1), halved(whole(pyramid, 0)))
+        ids = ImagePyramid(slide, ids=True)
+        np.testing.assert_array_equal(whole(ids, 2), whole(ids, 0)[:, ::2, ::2][:, ::2, ::2])
+        pyramid.close()
+        assert slide.read(Box(0, 0, 1, 1)) is not None
+
+
+def recorded(method, results):
+    def call(self, *given):
+        results.append(method(self, *given))
+        return results[-1]
+
+    return call
+
+
 def test_between_distant_levels_one_is_made():
     class Quartered(ArrayImage):
         def __init__(self, array):
@@ -93,7 +127,7 @@ def test_between_distant_levels_one_is_made():
 
     pyramid = ImagePyramid(Quartered(np.zeros((1, 4000, 6000), np.uint8)))
     assert pyramid.shapes == ((4000, 6000), (2000, 3000), (1000, 1500), (500, 750), (250, 375))
-    assert pyramid._stored == [0, None, 1, None, None]
+    assert pyramid._stored == [(0, 0), (0, 1), (1, 0), (1, 1), (1, 2)]
 
 
 def test_a_box_anywhere_is_put_together_from_tiles(colours):

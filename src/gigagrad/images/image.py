@@ -188,6 +188,15 @@ class Image(Closing, ABC):
             raise ImageError(f"{self.name} has but one level; open its source with open_image(level=...)")
         return _opened(self._open_level, level)
 
+    def halved(self, halvings: int) -> Image | None:
+        """Open this level with both sides halved so often, odd ones rounded up, as its compression stores it, for a
+        part of the time; None where it stores nothing smaller.
+
+        Pixels lie where the means of squares of `2**halvings` px do, and are about those: to look at, not to compute
+        with. Another image to close.
+        """
+        return None
+
     @final
     def grey(self) -> Image:
         """View this image in one channel: the luma of ITU-R BT.601 in this dtype, integers rounded; itself if it has

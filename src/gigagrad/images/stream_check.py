@@ -149,6 +149,7 @@ class Jpeg:
 
 
 _J2K_FILE, _J2K_START = b"\x00\x00\x00\x0cjP  ", b"\xff\x4f\xff\x51"
+_J2K_CODING = b"\xff\x52"
 _J2K_TILE_PART, _J2K_TILE_DATA, _J2K_END = b"\xff\x90", b"\xff\x93", b"\xff\xd9"
 # Coded data never has FF followed by more than 8F, except for the two packet markers.
 _J2K_STRAY = re.compile(rb"\xff[\x90\x93-\xff]")
@@ -184,6 +185,17 @@ def check_jpeg_2000(data: bytes) -> tuple[int, int]:
             part_end = at + length if length else data.rfind(_J2K_END)
         at += 2 + int.from_bytes(data[at + 2 : at + 4], "big")
     raise ValueError(_CUT_OFF)
+
+
+def jpeg_2000_halvings(data: bytes) -> int:
+    """Return how often a codestream halves its picture: it stores that many smaller ones, each in the next; 0 where it
+    does not say."""
+    at = data.find(_J2K_START) + 2
+    while at + 9 < len(data):
+        if data[at : at + 2] == _J2K_CODING:
+            return data[at + 9]
+        at += 2 + int.from_bytes(data[at + 2 : at + 4], "big")
+    return 0
 
 
 # A PNG (W3C PNG, sections 5 and 10) has a checksum for every byte: what passes here is as it was written. Pillow leaves

@@ -7,6 +7,7 @@ where tiles lie, so that any number of threads may read them by position at once
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import logging
 import math
@@ -38,7 +39,7 @@ from gigagrad.images.pixels import (
     in_our_words,
     levels_of,
 )
-from gigagrad.images.stream_check import JPEG_COMPRESSIONS, check_stream
+from gigagrad.images.stream_check import JPEG_2000_COMPRESSIONS, JPEG_COMPRESSIONS, check_stream, jpeg_2000_halvings
 from gigagrad.images.tiff_directory import (
     LARGEST_SEGMENT_BYTES,
     Directories,
@@ -63,6 +64,10 @@ _BYTES_PER_SECOND = {1: 2e9, 5: 200e6, 8: 400e6, 32946: 400e6, 50000: 1e9} | dic
 """The rate at which one thread decodes pixels, about, by the number of the compression."""
 _OTHERS_PER_SECOND = 100e6
 
+_WORTH_HALVING = 2
+"""From this many halvings on a part of JPEG 2000 is decoded: Pillow takes as long for half of each side as imagecodecs
+for all of it, a third of that for a quarter, a sixth for an eighth."""
+
 Decode: TypeAlias = Callable[[bytes, int, int], Array]
 
 
@@ -81,6 +86,7 @@ class Segments:
             the segment inside the image.
         bytes_per_second: of pixels, about what one thread decodes.
         decode_luma: the same for the luma alone, `(h, w, 1)`, where it is stored apart from the colours; else None.
+        halved: makes a `decode` of what is stored of it with both sides halved so often; None where nothing is.
     """
 
     shape: tuple[int, int]
@@ -92,6 +98,7 @@ class Segments:
     decode: Decode
     bytes_per_second: float
     decode_luma: Decode | None = None
+    halved: Callable[[int], Decode] | None = None
 
     @property
     def planes(self) -> int:
@@ -191,7 +198,10 @@ def _file_segments(series: Any, page: Any, name: str, directories: Directories) 
         unpack = _jpeg_decoder(page, samples)
         luma = checked(_jpeg_decoder(page, 1, luma=True)) if samples == 3 and dtype == np.uint8 else None
     rate = _BYTES_PER_SECOND.get(compression, _OTHERS_PER_SECOND)
-    return Segments((height, width), segment, samples, dtype, offsets, counts, checked(unpack), rate, luma)
+    halved: Callable[[int], Decode] | None = None
+    if compression in JPEG_2000_COMPRESSIONS and dtype == np.uint8 and samples in (1, 3):
+        halved = lambda halvings: checked(partial(_halved_jpeg_2000, halvings, samples))  # noqa: E731
+    return Segments((height, width), segment, samples, dtype, offsets, counts, checked(unpack), rate, luma, halved)
 
 
 def _checked(
@@ -244,6 +254,20 @@ def _jpeg_decoder(page: Any, samples: int, *, luma: bool = False) -> Callable[[b
         return pixels.reshape(*pixels.shape[:2], samples)
 
     return decode
+
+
+def _halved_jpeg_2000(halvings: int, samples: int, data: bytes, index: int) -> Array:
+    """Decode without the finest wavelets, by Pillow: imagecodecs decodes them all."""
+    import PIL.Image
+
+    picture: Any = PIL.Image.open(io.BytesIO(data), formats=("JPEG2000",))
+    stored = min(halvings, jpeg_2000_halvings(data))
+    picture.reduce = stored
+    pixels = np.asarray(picture).reshape(*picture.size[::-1], -1)
+    if pixels.shape[2] != samples:
+        raise ValueError(f"it has {pixels.shape[2]} samples instead of {samples}")
+    step = 1 << (halvings - stored)  # of a tile that stores fewer sizes than the first one
+    return pixels[::step, ::step]
 
 
 class TiffImage(Image):
@@ -330,6 +354,35 @@ class TiffImage(Image):
             self._read_plane(box, plane, self._segments.decode, pixels_HWC, at, samples)
         return pixels_HWC
 
+    def halved(self, halvings: int) -> Image | None:
+        segments, factor = self._segments, 1 << halvings
+        plain = self._validity is None and self.nodata is None
+        if (
+            segments.halved is None
+            or not plain
+            or halvings < _WORTH_HALVING
+            or any(side % factor for side in segments.segment)
+        ):
+            return None
+        place = next(zip(*segments.counts.nonzero(), strict=True), None)
+        if place is None or jpeg_2000_halvings(self._stream(place)) < halvings:
+            return None
+        (height, width), segment = segments.shape, segments.segment
+        small = dataclasses.replace(
+            segments,
+            shape=(-(-height // factor), -(-width // factor)),
+            segment=(segment[0] // factor, segment[1] // factor),
+            decode=segments.halved(halvings),
+            decode_luma=None,
+            halved=None,
+        )
+        gaps, names = None if self._slide else self._gaps, self.channel_names
+        colour = bool(self.fill)
+        image = TiffImage(
+            self._path, [small], None, colour=colour, alpha=False, gaps=gaps, level=0, mpp=None, channel_names=names
+        )
+        return Centred(image, halvings)
+
     @property
     def lends_blocks(self) -> bool:
         segments = self._segments
@@ -398,26 +451,56 @@ class TiffImage(Image):
     def _decode(self, key: tuple[tuple[int, int, int], Decode]) -> Array:
         place, decode = key
         _, row, column = place
-        count = int(self._segments.counts[place])
         with in_our_words(
             f"cannot decode the tile in row {row}, column {column} of {self._path}",
             "the file is corrupt there, copy or download it again",
         ):
-            data = bytes_at(self._file, count, int(self._segments.offsets[place]))
-            if len(data) != count:
-                raise ValueError(f"it has {len(data)} of {count} bytes; the file shrank")
-            tile = decode(data, row, column)
+            tile = decode(self._stream(place), row, column)
             height, width = self._segments.segment
             wanted = min(height, self.height - row * height), min(width, self.width - column * width)
             if tile.shape[0] < wanted[0] or tile.shape[1] < wanted[1]:
                 raise ValueError(f"it decodes to {tile.shape[:2]} px instead of {wanted}")
         return tile
 
+    def _stream(self, place: tuple[int, int, int]) -> bytes:
+        """Read the bytes of a segment as they are stored."""
+        count = int(self._segments.counts[place])
+        data = bytes_at(self._file, count, int(self._segments.offsets[place]))
+        if len(data) != count:
+            raise ValueError(f"it has {len(data)} of {count} bytes; the file shrank")
+        return data
+
     def _release(self) -> None:
         if self._valid is not None:
             self._valid.close()
         self._cache.clear()
         self._close_file()
+
+
+class Centred(View):
+    """A picture of wavelets with its pixels centred as means of squares are.
+
+    What a wavelet transform leaves of two pixels lies at the first of them: after `h` halvings `(2**h - 1) / 2` px of
+    the whole picture above and to the left of the middle of its square. Linear interpolation puts it there. Closing it
+    closes the picture.
+    """
+
+    def __init__(self, image: Image, halvings: int) -> None:
+        super().__init__(image)
+        self._halvings = halvings
+
+    def _read_inside(self, box: Box) -> Array:
+        further = Box(box.y0, box.x0, box.y1 + 1, box.x1 + 1).clamp(self.height, self.width)
+        lacking = [(0, 0), (0, box.y1 + 1 - further.y1), (0, box.x1 + 1 - further.x1)]
+        pixels = np.pad(np.asarray(self._image.read(further)), lacking, mode="edge").astype(np.int32)
+        one, next_share = 2 << self._halvings, (1 << self._halvings) - 1
+        for axis in (1, 2):
+            first, second = (pixels[(slice(None),) * axis + (part,)] for part in (slice(-1), slice(1, None)))
+            pixels = first * (one - next_share) + second * next_share
+        return ((pixels + one * one // 2) // (one * one)).astype(np.uint8)
+
+    def _release(self) -> None:
+        self._image.close()
 
 
 class _Alpha(View):

@@ -1,6 +1,7 @@
 """Cut images into the tiles that a page asks for: of the levels that a file has, and of coarser ones made of them.
 
-A level that no file has is made of the one above it: means of 2 x 2 px of colours, every second pixel of class ids.
+A level that no file has is decoded from a part of what a compression stores (JPEG 2000), or made of the level above
+it: means of 2 x 2 px of colours, every second pixel of class ids.
 Coarse tiles of a file without a pyramid are kept, so that it is decoded once for all views of it; what is held of each
 level is bounded, and each is a quarter of the one above it.
 """
@@ -63,10 +64,10 @@ class ImagePyramid(Pyramid):
     def __init__(self, image: Image, *, ids: bool = False, coarsest: int | None = None) -> None:
         """Make `coarsest` the last level, in halvings of the first one; None goes on until one tile holds it all."""
         self._image, self._ids = image, ids
-        self._stored: list[int | None] = []
-        """The level of the file that each level is; None for one that is made of the level before it."""
-        self._opened: dict[int, Image] = {}
-        self._lock = threading.Lock()
+        self._stored: list[tuple[int, int]] = []
+        """The level of the file that each level comes from, and how often it is halved."""
+        self._opened: dict[int, Image | None] = {}
+        self._lock = threading.RLock()
         shapes = self._shapes()
         if coarsest is not None:
             shapes = shapes[: coarsest + 1]
@@ -85,17 +86,18 @@ class ImagePyramid(Pyramid):
             if following and (not found or ratio < _NEXT_LEVEL):
                 index, level = following.pop(0)
                 found.append(level.shape)
-                self._stored.append(index)
+                self._stored.append((index, 0))
             elif max(height, width) > TILE:
                 found.append((-(-height // 2), -(-width // 2)))
-                self._stored.append(None)
+                index, halvings = self._stored[-1]
+                self._stored.append((index, halvings + 1))
             else:
                 return found
 
     def read(self, level: int, box: Box) -> Array:
-        stored = self._stored[level]
-        if stored is not None:
-            return np.asarray(self._level(stored).read(box))
+        source = self._source(level)
+        if source is not None:
+            return np.asarray(source.read(box))
         height, width = self.shapes[level]
         inside = box.clamp(height, width)
         if inside != box or box.height > TILE or box.width > TILE or (box.y0 % TILE or box.x0 % TILE):
@@ -121,7 +123,7 @@ class ImagePyramid(Pyramid):
     def _halved(self, level: int, box: Box) -> Array:
         """Make a tile of four of the level above."""
         finer = Box(2 * box.y0, 2 * box.x0, 2 * box.y1, 2 * box.x1).clamp(*self.shapes[level - 1])
-        if self._stored[level - 1] is not None:  # at once, so that several threads decode it
+        if self._source(level - 1) is not None:  # at once, so that several threads decode it
             return self._small(self.read(level - 1, finer))
         made = np.empty((self._image.channels, *box.shape), self._dtype)
         for y in range(finer.y0, finer.y1, TILE):
@@ -138,7 +140,7 @@ class ImagePyramid(Pyramid):
     def _decoded(self, level: int) -> int:
         """Return how many pixels of a stored level, a side, a pixel of this level is made of."""
         made = 0
-        while self._stored[level - made] is None:
+        while self._source(level - made) is None:
             made += 1
         return 1 << made
 
@@ -147,18 +149,23 @@ class ImagePyramid(Pyramid):
         assert isinstance(self._image.dtype, np.dtype)
         return self._image.dtype
 
-    def _level(self, stored: int) -> Image:
-        if self._image.levels[stored].shape == self._image.shape[1:]:
+    def _source(self, level: int) -> Image | None:
+        """Return the image that is read for a level; None for a level that is made of the one before it."""
+        stored, halvings = self._stored[level]
+        if not halvings and self._image.levels[stored].shape == self._image.shape[1:]:
             return self._image
         with self._lock:
-            if stored not in self._opened:
-                self._opened[stored] = self._image.at_level(stored)
-            return self._opened[stored]
+            if level not in self._opened:
+                of = self._source(level - halvings) if halvings and not self._ids else None
+                halved = None if of is None else of.halved(halvings)
+                self._opened[level] = halved if halvings else self._image.at_level(stored)
+            return self._opened[level]
 
     def close(self) -> None:
         with self._lock:
             while self._opened:
-                self._opened.popitem()[1].close()
+                if (image := self._opened.popitem()[1]) is not None:
+                    image.close()
 
 
 class OutlinePyramid(Pyramid):
