@@ -45,7 +45,7 @@ def inner(shape, tile):
     return np.broadcast_to(rows[:, None] & columns[None], shape)
 
 
-@pytest.mark.parametrize("halvings", [2, 3])
+@pytest.mark.parametrize("halvings", [1, 2, 3])
 def test_pixels_are_about_the_means_of_their_squares(slide, waves, halvings):
     side = 2**halvings
     with open_image(slide) as image:
@@ -76,7 +76,6 @@ def test_a_box_anywhere_is_that_part_of_the_whole(slide):
 
 def test_what_stores_no_smaller_pictures_has_none(slide, jpeg_slide, waves, tmp_path):
     with open_image(slide) as image:
-        assert image.halved(1) is None, "it takes as long as decoding all of it"
         assert image.halved(4) is None, "its streams store three smaller ones"
     with open_image(jpeg_slide) as image:
         assert image.halved(2) is None

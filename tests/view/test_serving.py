@@ -15,7 +15,7 @@ from gigagrad.errors import ConfigError
 from gigagrad.view import serving
 from gigagrad.view.live import Live
 from gigagrad.view.serving import view
-from gigagrad.view.slides import Slides
+from gigagrad.view.slides import Opened, Slides
 from tests.view.conftest import PAGE
 
 
@@ -63,6 +63,17 @@ def test_it_listens_at_loopback_and_tells_its_address(page, monkeypatch, jpeg_sl
     assert answer.status == 200
     assert not {"server", "date"} & {name.lower() for name in answer.headers}
     assert served(monkeypatch, jpeg_slide)[0] != told, "every start has a token of its own"
+
+
+def test_the_first_slide_is_read_before_anybody_asks(page, monkeypatch, jpeg_slide, tmp_path):
+    drawn = threading.Event()
+    monkeypatch.setattr(Opened, "thumbnail", lambda self: drawn.set())
+    served(monkeypatch, jpeg_slide)  # which asks for the catalogue alone
+    assert drawn.wait(20)
+    (tmp_path / "broken.tif").write_bytes(jpeg_slide.read_bytes()[:1000])
+    assert served(monkeypatch, tmp_path / "broken.tif")[2].status == 200
+    (tmp_path / "metrics.jsonl").write_text("")
+    assert served(monkeypatch, tmp_path)[2].status == 200
 
 
 def test_elsewhere_it_warns(page, monkeypatch, jpeg_slide):

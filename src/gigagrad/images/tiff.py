@@ -64,9 +64,6 @@ _BYTES_PER_SECOND = {1: 2e9, 5: 200e6, 8: 400e6, 32946: 400e6, 50000: 1e9} | dic
 """The rate at which one thread decodes pixels, about, by the number of the compression."""
 _OTHERS_PER_SECOND = 100e6
 
-_WORTH_HALVING = 2
-"""From this many halvings on a part of JPEG 2000 is decoded: Pillow takes as long for half of each side as imagecodecs
-for all of it, a third of that for a quarter, a sixth for an eighth."""
 
 Decode: TypeAlias = Callable[[bytes, int, int], Array]
 
@@ -357,12 +354,7 @@ class TiffImage(Image):
     def halved(self, halvings: int) -> Image | None:
         segments, factor = self._segments, 1 << halvings
         plain = self._validity is None and self.nodata is None
-        if (
-            segments.halved is None
-            or not plain
-            or halvings < _WORTH_HALVING
-            or any(side % factor for side in segments.segment)
-        ):
+        if segments.halved is None or not plain or any(side % factor for side in segments.segment):
             return None
         place = next(zip(*segments.counts.nonzero(), strict=True), None)
         if place is None or jpeg_2000_halvings(self._stream(place)) < halvings:
@@ -492,12 +484,15 @@ class Centred(View):
     def _read_inside(self, box: Box) -> Array:
         further = Box(box.y0, box.x0, box.y1 + 1, box.x1 + 1).clamp(self.height, self.width)
         lacking = [(0, 0), (0, box.y1 + 1 - further.y1), (0, box.x1 + 1 - further.x1)]
-        pixels = np.pad(np.asarray(self._image.read(further)), lacking, mode="edge").astype(np.int32)
-        one, next_share = 2 << self._halvings, (1 << self._halvings) - 1
+        pixels = np.pad(np.asarray(self._image.read(further)), lacking, mode="edge").astype(np.uint16)
+        one, following = 2 << self._halvings, (1 << self._halvings) - 1
         for axis in (1, 2):
             first, second = (pixels[(slice(None),) * axis + (part,)] for part in (slice(-1), slice(1, None)))
-            pixels = first * (one - next_share) + second * next_share
-        return ((pixels + one * one // 2) // (one * one)).astype(np.uint8)
+            pixels = first * np.uint16(one - following)
+            pixels += second * np.uint16(following)
+            pixels += np.uint16(one // 2)
+            pixels >>= self._halvings + 1
+        return pixels.astype(np.uint8)
 
     def _release(self) -> None:
         self._image.close()

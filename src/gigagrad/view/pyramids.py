@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from gigagrad.boxes import Box
 from gigagrad.images import Image
-from gigagrad.images.pixels import Array, TileCache
+from gigagrad.images.pixels import CACHE_BYTES, Array, TileCache
 from gigagrad.images.views import Resampled
 from gigagrad.masks import AnnotationMask, ClassTable, Outlines
 from gigagrad.masks.classes import IGNORED
@@ -102,7 +102,7 @@ class ImagePyramid(Pyramid):
         inside = box.clamp(height, width)
         if inside != box or box.height > TILE or box.width > TILE or (box.y0 % TILE or box.x0 % TILE):
             return self._pieced(level, box)
-        if self._decoded(level) < _WORTH_KEEPING:
+        if 1 << self._stored[level][1] < _WORTH_KEEPING:
             return self._halved(level, box)
         return self._made[level].get((level, box), lambda key: self._halved(*key))
 
@@ -137,13 +137,6 @@ class ImagePyramid(Pyramid):
     def _small(self, pixels: Array) -> Array:
         return pixels[:, ::2, ::2] if self._ids else _means(pixels)
 
-    def _decoded(self, level: int) -> int:
-        """Return how many pixels of a stored level, a side, a pixel of this level is made of."""
-        made = 0
-        while self._source(level - made) is None:
-            made += 1
-        return 1 << made
-
     @property
     def _dtype(self) -> np.dtype[Any]:
         assert isinstance(self._image.dtype, np.dtype)
@@ -156,10 +149,17 @@ class ImagePyramid(Pyramid):
             return self._image
         with self._lock:
             if level not in self._opened:
-                of = self._source(level - halvings) if halvings and not self._ids else None
-                halved = None if of is None else of.halved(halvings)
-                self._opened[level] = halved if halvings else self._image.at_level(stored)
+                self._opened[level] = self._part(level) if halvings else self._image.at_level(stored)
             return self._opened[level]
+
+    def _part(self, level: int) -> Image | None:
+        """Open what a compression stores of a stored level at this size; None where it stores nothing, and where the
+        level before stays in memory once it was read."""
+        halvings = self._stored[level][1]
+        height, width = self.shapes[level - 1]
+        held = height * width * self._image.channels * self._dtype.itemsize <= CACHE_BYTES
+        of = None if self._ids or (held and halvings > 1) else self._source(level - halvings)
+        return None if of is None else of.halved(halvings)
 
     def close(self) -> None:
         with self._lock:

@@ -88,9 +88,16 @@ def view(
         shown = " and ".join(f"{count} {noun}{'s' * (count > 1)}" for count, noun in counts if count)
         shown += f" of {', '.join(catalog.parts)}" if catalog.parts else ""
         tell(f"{shown} at {address} (Ctrl-C ends it)")
+        threading.Thread(target=_read_ahead, args=(slides,), daemon=True).start()
         if browser:
             threading.Thread(target=webbrowser.open, args=(address,), daemon=True).start()
         uvicorn.Server(config).run(sockets=[listening])
+
+
+def _read_ahead(slides: Slides) -> None:
+    """Open the first slide and its overview while the browser starts; what is wrong with it is told when it asks."""
+    with contextlib.suppress(GigagradError, OSError, IndexError), slides.opened(0) as opened:
+        opened.thumbnail()
 
 
 def _networks(

@@ -288,7 +288,8 @@ class Slides:
 
     @contextmanager
     def opened(self, number: int) -> Iterator[Opened]:
-        """Hold a slide open in the block. Raises `GigagradError` where it can't be opened."""
+        """Hold a slide open in the block. Raises `GigagradError` where it can't be opened, `IndexError` where there is
+        none of this number."""
         with self._lock:
             self._users[number] = self._users.get(number, 0) + 1
         try:
