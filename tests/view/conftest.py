@@ -15,6 +15,7 @@ from starlette.testclient import TestClient
 from gigagrad.config.predict import PredictConfig
 from gigagrad.models import resolve, save_model
 from gigagrad.prediction import predict
+from gigagrad.view import serving
 from gigagrad.view.catalog import find
 from gigagrad.view.server import application
 from gigagrad.view.slides import Slides
@@ -40,6 +41,12 @@ def serve(request: pytest.FixtureRequest) -> Serve:
         return client
 
     return started
+
+
+@pytest.fixture
+def page(monkeypatch):
+    """Stand in for the built page."""
+    monkeypatch.setattr(serving, "read_page", lambda: PAGE)
 
 
 @pytest.fixture(scope="session")

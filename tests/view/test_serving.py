@@ -5,7 +5,7 @@ import socket
 import subprocess
 import sys
 import threading
-from contextlib import closing
+from contextlib import closing, contextmanager
 
 import pytest
 import uvicorn
@@ -16,16 +16,11 @@ from gigagrad.view import serving
 from gigagrad.view.live import Live
 from gigagrad.view.serving import view
 from gigagrad.view.slides import Opened, Slides
-from tests.view.conftest import PAGE
 
 
-@pytest.fixture
-def page(monkeypatch):
-    monkeypatch.setattr(serving, "read_page", lambda: PAGE)
-
-
-def served(monkeypatch, *sources, **settings):
-    """Run the command in a thread until the page was asked for; return what it told, and the page's answer."""
+@contextmanager
+def running(monkeypatch, *sources, **settings):
+    """Run the command in a thread; give what it told, where it listens, its host with the port, and the token."""
     told: list[str] = []
     servers: list[uvicorn.Server] = []
     ready = threading.Event()
@@ -44,15 +39,23 @@ def served(monkeypatch, *sources, **settings):
         (place,) = [sock.getsockname()[0] for server in servers[0].servers for sock in server.sockets]
         address = next(word for line in told for word in line.split() if word.startswith("http://"))
         _, _, host, token, _ = address.split("/")
-        with closing(http.client.HTTPConnection(host, timeout=120)) as connection:
-            connection.request("GET", f"/{token}/catalog")
-            answer = connection.getresponse()
-            answer.read()
-        return told, place, answer
+        yield told, place, host, token
     finally:
         servers[0].should_exit = True
         thread.join(120)
         assert not thread.is_alive()
+
+
+def served(monkeypatch, *sources, **settings):
+    """Run the command until the page was asked for; return what it told, where, and the page's answer."""
+    with (
+        running(monkeypatch, *sources, **settings) as (told, place, host, token),
+        closing(http.client.HTTPConnection(host, timeout=120)) as connection,
+    ):
+        connection.request("GET", f"/{token}/catalog")
+        answer = connection.getresponse()
+        answer.read()
+        return told, place, answer
 
 
 def test_it_listens_at_loopback_and_tells_its_address(page, monkeypatch, jpeg_slide):
@@ -69,7 +72,7 @@ def test_the_first_slide_is_read_before_anybody_asks(page, monkeypatch, jpeg_sli
     drawn = threading.Event()
     monkeypatch.setattr(Opened, "thumbnail", lambda self: drawn.set())
     served(monkeypatch, jpeg_slide)  # which asks for the catalogue alone
-    assert drawn.wait(20)
+    assert drawn.wait(120)
     (tmp_path / "broken.tif").write_bytes(jpeg_slide.read_bytes()[:1000])
     assert served(monkeypatch, tmp_path / "broken.tif")[2].status == 200
     (tmp_path / "metrics.jsonl").write_text("")
@@ -117,7 +120,7 @@ import uvicorn
 from gigagrad.cli import main
 from gigagrad.view import serving
 
-serving.read_page = lambda: {}
+serving.read_page = dict
 found = []
 
 class Server(uvicorn.Server):
@@ -144,7 +147,7 @@ def test_a_slide_is_shown_without_pytorch(predicted, jpeg_slide, jpeg_label):
     """PyTorch takes seconds to import."""
     for sources in ([jpeg_slide, "--mask", jpeg_label], [predicted]):
         command = [sys.executable, "-c", _FIRST_PICTURE, *map(str, sources)]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
         assert done.stdout.splitlines()[-1:] == ["0 [200, 200, 200, 200] False"], done.stderr
 
 
