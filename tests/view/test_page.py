@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 
+import numpy as np
 import pytest
 import tifffile
+import uvicorn
 
 from gigagrad.errors import ConfigError
 from gigagrad.view import page as built
+from gigagrad.view.catalog import find
+from gigagrad.view.live import Live
 from gigagrad.view.page import read_page
+from gigagrad.view.server import application, new_token
+from gigagrad.view.slides import Slides
 from tests.view.browser import PROGRAM, Browser
+from tests.view.test_patches import tile
 
 try:
     PAGE: dict[str, bytes] | None = read_page()
@@ -39,24 +50,11 @@ def test_the_page_loads_nothing_from_elsewhere_and_is_light():
         assert name in PAGE["licences.txt"]
 
 
-@pytest.fixture(scope="module")
-def served(predicted, jpeg_label, network_dir, tmp_path_factory) -> Iterator[str]:
-    """The address of a server in this process: a slide with everything, a second one, and a run."""
-    import uvicorn
-
-    from gigagrad.view.catalog import find
-    from gigagrad.view.live import Live
-    from gigagrad.view.server import application, new_token
-    from gigagrad.view.slides import Slides
-
-    folder = tmp_path_factory.mktemp("page")
-    (folder / "metrics.jsonl").write_text(
-        '{"event": "metrics", "split": "train", "epoch": 0, "step": 1, "values": {"loss": 0.5}}\n'
-    )
-    other = folder / "other.tif"
-    tifffile.imwrite(other, tifffile.imread(predicted / "masks" / "small.tif"), tile=(256, 256))
-    catalog = find([predicted, other, folder], [jpeg_label.parent])
-    slides, token = Slides(catalog.items, [Live(network_dir)]), new_token()
+@contextmanager
+def serving(sources: Sequence[Path], masks: Sequence[Path], networks: Sequence[Live] = ()) -> Iterator[str]:
+    """Give the address of a server in this process."""
+    catalog = find(sources, masks)
+    slides, token = Slides(catalog.items, networks), new_token()
     assert PAGE is not None
     app = application(catalog, slides, PAGE, token=token)
     listening = socket.create_server(("127.0.0.1", 0))
@@ -68,6 +66,19 @@ def served(predicted, jpeg_label, network_dir, tmp_path_factory) -> Iterator[str
     server.should_exit = True
     thread.join(120)
     slides.close()
+
+
+@pytest.fixture(scope="module")
+def served(predicted, jpeg_label, network_dir, tmp_path_factory) -> Iterator[str]:
+    """Serve a slide with everything, a second one, and a run."""
+    folder = tmp_path_factory.mktemp("page")
+    (folder / "metrics.jsonl").write_text(
+        '{"event": "metrics", "split": "train", "epoch": 0, "step": 1, "values": {"loss": 0.5}}\n'
+    )
+    other = folder / "other.tif"
+    tifffile.imwrite(other, tifffile.imread(predicted / "masks" / "small.tif"), tile=(256, 256))
+    with serving([predicted, other, folder], [jpeg_label.parent], [Live(network_dir)]) as address:
+        yield address
 
 
 @pytest.fixture(scope="module")
@@ -89,6 +100,11 @@ DRAWN = """(() => {
 def drawn_at(browser, x, y):
     """The colour on the screen, of pixels relative to the slide's canvas."""
     return browser.evaluate(DRAWN % (x, y))
+
+
+_NAMELESS = """[...document.querySelectorAll('button, input, select, [role]')].filter((each) =>
+  !each.getAttribute('aria-label') && !each.textContent.trim() && !(each.labels && each.labels.length)
+  && each.getAttribute('role') !== 'status').map((each) => each.outerHTML.slice(0, 200))"""
 
 
 @pytest.mark.slow
@@ -169,10 +185,7 @@ class TestPage:
         )
 
     def test_every_control_has_a_name_and_is_reached_by_tab(self, browser):
-        nameless = """[...document.querySelectorAll('button, input, select, [role]')].filter((each) =>
-          !each.getAttribute('aria-label') && !each.textContent.trim() && !(each.labels && each.labels.length)
-          && each.getAttribute('role') !== 'status').map((each) => each.outerHTML.slice(0, 200))"""
-        assert browser.evaluate(nameless) == []
+        assert browser.evaluate(_NAMELESS) == []
         browser.evaluate("document.activeElement.blur()")
         order = []
         for _ in range(12):
@@ -223,6 +236,114 @@ class TestPage:
                 refused = [answer["status"] for answer in other.answers if answer["url"].startswith(served)]
             assert {*refused} == {403}
         page.close()
+
+
+@pytest.fixture(scope="module")
+def two(predicted, jpeg_label, tmp_path_factory) -> Iterator[Browser]:
+    """A page of two predictions of one slide, of which the second finds everything, by a model of bags."""
+    other = tmp_path_factory.mktemp("two") / "other"
+    shutil.copytree(predicted, other)
+    mask = other / "masks" / "small.tif"
+    tifffile.imwrite(mask, np.ones_like(tifffile.imread(mask)), tile=(256, 256))
+    (other / "predictions.json").unlink()
+    record = json.loads((other / "records" / "small.json").read_text())
+    record["made_with"]["model_sha256"], record["files"]["attention"] = "0", "attention/small"
+    (other / "records" / "small.json").write_text(json.dumps(record))
+    (other / "attention" / "small").mkdir(parents=True)
+    tiles = [tile(32 * number, 320, number / 100) for number in range(28)]
+    (other / "attention" / "small" / "small.geojson").write_text(json.dumps({"features": tiles}))
+    with serving([predicted, other], [jpeg_label.parent]) as address, Browser() as opened:
+        opened.open(address)
+        opened.wait("document.querySelectorAll('.patches img').length === 24")
+        yield opened
+        assert not opened.problems
+
+
+_SAME = """(() => {
+  const [one, two] = ['#stage canvas', '#stage-2 canvas'].map((each) => {
+    const canvas = document.querySelector(each);
+    return canvas.getContext('2d').getImageData(0, 250, canvas.width, 400).data;
+  });
+  return one.length === two.length && one.some((each) => each !== one[0]) && one.every((each, at) => each === two[at]);
+})()"""
+_SPOT = "document.querySelector('#stage-2 canvas').getContext('2d').getImageData(200, 300, 60, 60).data.join()"
+
+
+@pytest.mark.slow
+@needs_page
+@needs_browser
+class TestTwo:
+    def test_predictions_are_side_by_side_each_with_its_name(self, two):
+        names = two.evaluate("[...document.querySelectorAll('.source select')].map((each) => each.value)")
+        assert names[1].endswith("/other")
+        assert names[0] != names[1]
+        told = "[...document.querySelectorAll('.pane [role=application]')].map((each) => each.ariaLabel)"
+        for label, side, name in zip(two.evaluate(told), ("left", "right"), names, strict=True):
+            assert label.startswith(f"Slide {side} with predictions of {name}: arrow keys")
+        two.wait(f"!{_SAME}")
+        for key in ("1", "2", "5"):  # the label and both predictions
+            two.key(key)
+        two.wait(_SAME)
+        two.key("2")
+        two.key("5")
+        two.wait(f"!{_SAME}")
+        two.key("2")
+        two.key("5")
+
+    def test_both_move_in_step_whichever_is_touched(self, two):
+        two.wait(_SAME)
+        width = "Number(new URLSearchParams(location.hash.slice(1)).get('width'))"
+        before, seen = two.wait(width), two.evaluate(_SPOT)
+        two.key("+")
+        two.key("ArrowRight")
+        two.wait(f"{width} < {before} * 0.8")
+        two.wait(_SAME)
+        assert two.evaluate(_SPOT) != seen
+        seen = two.evaluate(_SPOT)
+        rect = "document.getElementById('stage-2').getBoundingClientRect()"
+        box = [two.evaluate(f"{rect}.x + {rect}.width / 2"), two.evaluate(f"{rect}.y + {rect}.height / 2")]
+        before = two.evaluate(width)
+        two.ask("Input.dispatchMouseEvent", type="mouseWheel", x=box[0] + 60, y=box[1], deltaX=0, deltaY=-240)
+        two.wait(f"{width} < {before} * 0.9")
+        two.wait(_SAME)
+        assert two.evaluate(_SPOT) != seen
+        two.move(*box)
+        assert two.evaluate("document.querySelector('#pane .cross').checkVisibility()")
+        assert not two.evaluate("document.querySelector('#pane-2 .cross').checkVisibility()")
+        two.key("0")
+
+    def test_one_of_them_may_be_looked_at_alone(self, two):
+        two.key("c")
+        assert not two.evaluate("document.getElementById('pane-2').checkVisibility()")
+        shown = "[...document.querySelectorAll('.layer h2 label')].filter((each) => each.checkVisibility()).length"
+        assert two.evaluate(shown) == 4
+        two.key("c")
+        two.wait("document.getElementById('pane-2').checkVisibility()")
+        assert two.evaluate(shown) == 7
+        two.wait(_SAME)
+
+    def test_the_list_of_patches_leads_to_each(self, two):
+        names = two.evaluate("[...document.querySelectorAll('.patches button')].map((each) => each.ariaLabel)")
+        assert names[0] == "Go to the patch at 864, 320 px: attention 0.270, more than 13 % of the patches"
+        assert names[12].startswith("Go to the patch at 0, 320 px: attention 0.00")
+        lines = "document.getElementById('grid-lines')"
+        assert two.evaluate(f"{lines}.hidden")
+        two.evaluate("document.querySelectorAll('.patches button')[20].click()")
+        two.wait("Math.abs(Number(new URLSearchParams(location.hash.slice(1)).get('width')) / (6 * 32) - 1) < 0.2")
+        place = "['x', 'y'].map((name) => Math.round(new URLSearchParams(location.hash.slice(1)).get(name)))"
+        assert two.evaluate(place) == [8 * 32 + 16, 336]
+        assert not two.evaluate(f"{lines}.hidden")
+        assert two.evaluate("document.querySelectorAll('.patches [aria-current]').length") == 1
+
+    def test_every_control_has_a_name_and_is_reached_by_tab(self, two):
+        assert two.evaluate(_NAMELESS) == []
+        two.evaluate("document.activeElement.blur()")
+        order = []
+        for _ in range(14):
+            two.key("Tab")
+            order.append(two.evaluate("document.activeElement.closest('#pane, #pane-2, #tools, #layers')?.id ?? ''"))
+        found = [each for each, before in zip(order, ["", *order], strict=False) if each and each != before]
+        assert found == ["pane", "pane-2", "tools", "layers"]
 
 
 @needs_page

@@ -37,7 +37,7 @@ export class List {
           "button",
           { type: "button", class: "slide", click: () => openSlide(index) },
           make("img", { src: api.thumbnail(index), alt: "", loading: "lazy", decoding: "async" }),
-          make("span", {}, slide.name, ...(told ? [make("small", {}, told)] : [])),
+          make("span", {}, slide.name, ...[slide.folder, told].filter(Boolean).map((text) => make("small", {}, text))),
         ),
       );
     });

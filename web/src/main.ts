@@ -3,7 +3,8 @@ import { Curves } from "./curves";
 import { at, make } from "./dom";
 import { List } from "./list";
 import { Panel, startingStates } from "./panel";
-import { Stage, type LayerState, type Place } from "./stage";
+import { Panes } from "./panes";
+import type { LayerState, Place } from "./stage";
 
 const KEYS: [keys: string, does: string][] = [
   ["arrows", "move the slide"],
@@ -17,6 +18,7 @@ const KEYS: [keys: string, does: string][] = [
   ["h", "hide all layers while it is held"],
   ["o", "fill or outline classes"],
   ["t", "show or hide the tiles of the network's plan"],
+  ["c", "two predictions side by side, or one"],
   ["[ and ]", "fade layers out and in"],
   ["g", "go to a position"],
   ["n and b", "next slide, slide before"],
@@ -61,8 +63,8 @@ async function begin(): Promise<void> {
   const states = new Map<number, LayerState[]>();
   let curves: Curves | undefined;
   let remembering = 0;
-  const stage = new Stage(
-    at("stage"),
+  const stage = new Panes(
+    catalog.sources,
     (place) => {
       window.clearTimeout(remembering);
       remembering = window.setTimeout(() => {
@@ -70,9 +72,10 @@ async function begin(): Promise<void> {
         history.replaceState(null, "", `#slide=${stage.slide}&x=${round(place.x)}&y=${round(place.y)}&width=${round(place.width)}`);
       }, 300);
     },
-    (lacks) => document.body.classList.toggle("too-far", lacks),
     (why) => tell(why, true),
+    () => current && panel.show(...current),
   );
+  let current: [number, api.SlideInfo, LayerState[]] | undefined;
   const panel = new Panel(stage);
 
   function openRun(number: number): void {
@@ -95,7 +98,8 @@ async function begin(): Promise<void> {
       const own = states.get(number) ?? startingStates(info);
       states.set(number, own);
       document.title = `${info.name} · gigagrad view`;
-      panel.show(info, own);
+      current = [number, info, own];
+      panel.show(...current);
       tell("");
       stage.show(number, info, own, place);
       if (catalog.live) {
@@ -111,19 +115,23 @@ async function begin(): Promise<void> {
     try {
       const found = await api.live(number);
       info.layers.push(...found.layers);
-      info.plan = found.plan;
+      info.plans = found.plans;
+      info.problems.push(...found.problems);
     } catch (error) {
       info.problems.push((error as Error).message);
     }
-    own.push(...startingStates(info).slice(own.length));
+    const before = own.length;
+    own.push(...startingStates(info).slice(before));
     if (stage.slide === number && !curves) {
-      panel.show(info, own);
+      panel.show(number, info, own);
+      own.slice(before).forEach((_, index) => stage.draw(before + index));
     }
   }
 
   const list = new List(catalog, (number) => void openSlide(number), openRun);
+  const sides = catalog.sources.length > 1 ? [["◫", "Two predictions side by side, or one", () => tell(stage.toggle())] as [string, string, () => void]] : [];
   at("tools").append(
-    ...([["+", "Zoom in", () => stage.zoom(1.5)], ["−", "Zoom out", () => stage.zoom(1 / 1.5)], ["⤢", "Show the whole slide", () => stage.whole()], ["1:1", "Show pixels at their actual size", () => stage.actualSize()], ["?", "List all keys", help]] as [string, string, () => void][])
+    ...([...sides, ["+", "Zoom in", () => stage.leading.zoom(1.5)], ["−", "Zoom out", () => stage.leading.zoom(1 / 1.5)], ["⤢", "Show the whole slide", () => stage.leading.whole()], ["1:1", "Show pixels at their actual size", () => stage.leading.actualSize()], ["?", "List all keys", help]] as [string, string, () => void][])
       .map(([sign, name, act]) => make("button", { type: "button", "aria-label": name, title: name, click: act }, sign)),
   );
 
@@ -135,12 +143,12 @@ async function begin(): Promise<void> {
     const dialog = at<HTMLDialogElement>("help");
     const field = make("input", { id: "go-x", type: "number", required: true });
     const other = make("input", { id: "go-y", type: "number", required: true });
-    const seen = stage.place();
+    const seen = stage.leading.place();
     field.value = String(Math.round(seen?.x ?? 0));
     other.value = String(Math.round(seen?.y ?? 0));
     dialog.replaceChildren(
       make("h2", { id: "help-title" }, "Go to a position"),
-      make("form", { method: "dialog", submit: () => stage.go({ x: Number(field.value), y: Number(other.value), width: seen?.width ?? 1000 }) },
+      make("form", { method: "dialog", submit: () => stage.leading.go({ x: Number(field.value), y: Number(other.value), width: seen?.width ?? 1000 }) },
         make("p", {}, make("label", { for: "go-x" }, "x, px "), field),
         make("p", {}, make("label", { for: "go-y" }, "y, px "), other),
         make("button", {}, "Go")),
@@ -158,19 +166,20 @@ async function begin(): Promise<void> {
     }
     const step = event.shiftKey ? 0.05 : 0.2;
     const acts: Record<string, () => void> = {
-      ArrowLeft: () => stage.pan(-step, 0),
-      ArrowRight: () => stage.pan(step, 0),
-      ArrowUp: () => stage.pan(0, -step),
-      ArrowDown: () => stage.pan(0, step),
-      "+": () => stage.zoom(1.5),
-      "=": () => stage.zoom(1.5),
-      "-": () => stage.zoom(1 / 1.5),
-      "0": () => stage.whole(),
-      a: () => stage.actualSize(),
+      ArrowLeft: () => stage.leading.pan(-step, 0),
+      ArrowRight: () => stage.leading.pan(step, 0),
+      ArrowUp: () => stage.leading.pan(0, -step),
+      ArrowDown: () => stage.leading.pan(0, step),
+      "+": () => stage.leading.zoom(1.5),
+      "=": () => stage.leading.zoom(1.5),
+      "-": () => stage.leading.zoom(1 / 1.5),
+      "0": () => stage.leading.whole(),
+      a: () => stage.leading.actualSize(),
       l: () => toggle(panel.find((layer) => layer.name.startsWith("Label"))),
       p: () => toggle(panel.find((layer) => layer.name.startsWith("Predict"))),
       e: () => toggle(panel.find((layer) => layer.kind === "errors")),
       o: () => tell(panel.switchForm()),
+      c: () => tell(stage.toggle()),
       t: () => tell(panel.toggleGrid()),
       "[": () => tell(panel.fade(-10)),
       "]": () => tell(panel.fade(10)),

@@ -1,13 +1,15 @@
+import * as api from "./api";
 import type { LayerInfo, Plan, SlideInfo } from "./api";
-import { at, colour, make } from "./dom";
-import type { LayerState, Stage } from "./stage";
+import { at, colour, grouped, make } from "./dom";
+import type { Panes } from "./panes";
+import { called, type LayerState } from "./stage";
 
 const VIRIDIS = ["#440154", "#472c7a", "#3b518b", "#2c718e", "#21908d", "#27ad81", "#5cc863", "#aadc32", "#fde725"];
 
 export function startingStates(info: SlideInfo): LayerState[] {
   const label = info.layers.some((layer) => layer.name.startsWith("Label"));
   return info.layers.map((layer) => ({
-    on: layer.kind === "classes" && !layer.live,
+    on: layer.kind === "classes" && (!layer.live || (layer.of !== "" && !info.layers.some((each) => each.of === layer.of && each.name === "Prediction"))),
     opacity: layer.kind === "probabilities" ? 0.6 : layer.kind === "errors" ? 0.7 : label && layer.name.startsWith("Label") ? 1 : 0.45,
     form: label && layer.name.startsWith("Label") ? "outline" : "fill",
     hidden: new Set<number>(),
@@ -24,14 +26,14 @@ export class Panel {
   private boxes: HTMLInputElement[] = [];
   private states: LayerState[] = [];
   private info: SlideInfo | undefined;
-  private gone: number[] = []; // layers that made room for errors
+  private gone = new Map<string, number[]>(); // by source, layers that made room for errors
 
-  constructor(private readonly stage: Stage) {}
+  constructor(private readonly stage: Panes) {}
 
-  show(info: SlideInfo, states: LayerState[]): void {
+  show(number: number, info: SlideInfo, states: LayerState[]): void {
     this.info = info;
     this.states = states;
-    this.gone = [];
+    this.gone = new Map();
     const panel = at("layers");
     this.boxes = [];
     const about = [
@@ -44,7 +46,8 @@ export class Panel {
       make("p", { class: "about" }, about.join(" · ")),
       ...info.problems.map((problem) => make("p", { class: "problem", role: "alert" }, problem)),
       ...info.layers.map((layer, index) => this.layer(layer, index)),
-      ...(info.plan ? [this.grid(info.plan)] : []),
+      ...this.grid(info.plans),
+      ...info.patches.flatMap((of, which) => (this.stage.shows({ of }) ? [this.patches(number, of, which)] : [])),
       ...(info.layers.length
         ? []
         : [make("p", { class: "hint" }, "Nothing lies over this slide. Name masks with --mask, predictions with --predictions, or a model with --model.")]),
@@ -60,7 +63,7 @@ export class Panel {
     }
     box.checked = !box.checked;
     box.dispatchEvent(new Event("change"));
-    return `${this.info!.layers[index]!.name} ${box.checked ? "shown" : "hidden"}`;
+    return `${called(this.info!.layers[index]!)} ${box.checked ? "shown" : "hidden"}`;
   }
 
   toggleGrid(): string {
@@ -72,34 +75,69 @@ export class Panel {
     return `tiles ${box.checked ? "shown" : "hidden"}`;
   }
 
-  private grid(plan: Plan): HTMLElement {
+  private grid(plans: Plan[]): HTMLElement[] {
+    const shown = plans.filter((plan) => this.stage.shows(plan));
+    if (!shown.length) {
+      return [];
+    }
     const box = make("input", { type: "checkbox", id: "grid", change: () => { section.classList.toggle("off", !box.checked); this.stage.showGrid(box.checked); } });
     box.checked = this.stage.showsGrid;
     const sides = (shape: readonly number[]) => shape.map((side) => Math.round(side).toLocaleString("en")).join(" × ");
-    const from = plan.crop ? `computed from ${sides(plan.crop)} px, the dashed box around the one under the pointer` : "computed from fields that the plan keeps";
-    const text = `${sides(plan.tile)} px each; ${from}. ${plan.exact ? "Each pixel has the bits of the whole slide's prediction." : "They are of a plan that shows them at once; the whole slide's prediction may be rounded otherwise in its last digits."}`;
     const section = make(
       "section",
       { class: box.checked ? "layer" : "layer off", "aria-label": "Tiles of the plan" },
       make("h2", {}, box, make("label", { for: "grid" }, "Tiles of the plan"), make("kbd", {}, "t")),
-      make("p", { class: "hint" }, text),
+      ...shown.map((plan) => {
+        const from = plan.crop ? `computed from ${sides(plan.crop)} px, the dashed box around the one under the pointer` : "computed from activations that the plan saves";
+        const bits = plan.exact ? "Each pixel has the bits of the whole slide's prediction." : "They are of a plan that shows them at once; the whole slide's prediction may be rounded otherwise in its last digits.";
+        return make("p", { class: "hint" }, `${plan.of ? `${plan.of}: ` : ""}${sides(plan.tile)} px each; ${from}. ${bits}`);
+      }),
+    );
+    return [section];
+  }
+
+  // The patches that a model of bags attended to most and least; each is a way to its place.
+  private patches(number: number, of: string, which: number): HTMLElement {
+    const section = make("section", { class: "layer", "aria-label": of ? `Patches by attention (${of})` : "Patches by attention" }, make("h2", {}, "Patches by attention", ...(of ? [make("small", {}, of)] : [])));
+    const listed = (title: string, patches: api.Patch[]) =>
+      patches.length ? [make("h3", {}, title), make("ul", { class: "patches" }, ...patches.map((patch) => this.patch(number, patch)))] : [];
+    void api.patches(number, which).then(
+      ({ most, least, count }) => section.append(...listed("Most", most), ...listed("Least", least), make("p", { class: "hint" }, `of ${grouped(count)} patches`)),
+      (error: Error) => section.append(make("p", { class: "problem", role: "alert" }, error.message)),
     );
     return section;
+  }
+
+  private patch(number: number, patch: api.Patch): HTMLElement {
+    const [x, y, side, attention, rank] = patch;
+    const name = `Go to the patch at ${grouped(x)}, ${grouped(y)} px: attention ${attention.toPrecision(3)}, more than ${Math.floor(100 * rank)} % of the patches`;
+    const go = () => {
+      document.querySelectorAll(".patches [aria-current]").forEach((each) => each.removeAttribute("aria-current"));
+      button.setAttribute("aria-current", "true");
+      this.stage.goTo({ x, y, side });
+    };
+    const button = make(
+      "button",
+      { type: "button", "aria-label": name, title: name, click: go },
+      make("img", { src: api.square(number, patch), alt: "", loading: "lazy", decoding: "async" }),
+      make("small", {}, attention.toPrecision(2)),
+    );
+    return make("li", {}, button);
   }
 
   // Colours of errors mean something else than those of classes: both at once can't be read.
   private makeRoom(shown: LayerInfo, on: boolean): void {
     if (shown.kind === "errors") {
-      const others = this.find((layer) => layer.kind !== "errors" && layer.name.startsWith("Predict"));
-      const changed = on ? others.filter((index) => this.states[index]!.on) : this.gone;
-      this.gone = on ? changed : [];
+      const others = this.find((layer) => layer.kind !== "errors" && layer.name.startsWith("Predict") && layer.of === shown.of);
+      const changed = on ? others.filter((index) => this.states[index]!.on) : this.gone.get(shown.of) ?? [];
+      this.gone.set(shown.of, on ? changed : []);
       changed.forEach((index) => this.toggle(index));
     }
   }
 
   // Find the layers that a key stands for.
   find(test: (layer: LayerInfo) => boolean): number[] {
-    return (this.info?.layers ?? []).flatMap((layer, index) => (test(layer) ? [index] : []));
+    return (this.info?.layers ?? []).flatMap((layer, index) => (this.stage.shows(layer) && test(layer) ? [index] : []));
   }
 
   fade(by: number): string {
@@ -129,15 +167,15 @@ export class Panel {
     box.checked = state.on;
     this.boxes[index] = box;
     const opacity = make("input", {
-      type: "range", id: `opacity-${index}`, min: 0, max: 100, step: 5, "aria-label": `Opacity of ${layer.name}`,
+      type: "range", id: `opacity-${index}`, min: 0, max: 100, step: 5, "aria-label": `Opacity of ${called(layer)}`,
       input: () => { state.opacity = Number(opacity.value) / 100; this.stage.setOpacity(index); },
     });
     opacity.value = String(Math.round(state.opacity * 100));
     const key = keyOf(layer, index);
     const section = make(
       "section",
-      { class: state.on ? "layer" : "layer off", "aria-label": layer.name },
-      make("h2", {}, box, make("label", { for: `layer-${index}` }, layer.name), make("kbd", {}, key)),
+      { class: state.on ? "layer" : "layer off", "aria-label": called(layer), hidden: !this.stage.shows(layer) },
+      make("h2", {}, box, make("label", { for: `layer-${index}` }, layer.name, ...(layer.of ? [" ", make("small", {}, layer.of)] : [])), make("kbd", {}, key)),
       make("div", { class: "row" }, make("label", { for: `opacity-${index}` }, "Opacity"), opacity),
       ...(layer.live ? [make("p", { class: "far" }, "Zoom in: it is computed for what is in view.")] : []),
       ...(layer.kind === "probabilities" ? this.shares(layer, index, draw) : this.kinds(layer, index, draw)),

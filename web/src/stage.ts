@@ -17,6 +17,12 @@ export interface Place {
   width: number; // of what is seen
 }
 
+export interface Square {
+  x: number;
+  y: number;
+  side: number;
+}
+
 const SHARP = 0.6; // of its level, pixels of a live layer that a pixel of the screen shows at least
 
 // The slide that is looked at, and what lies over it.
@@ -33,9 +39,13 @@ export class Stage {
   private placed = 0;
   private slow = 0;
   private grid = false;
+  private square: Square | undefined;
+  source = ""; // whose predictions it shows
 
   constructor(
     private readonly element: HTMLElement,
+    private readonly lines: HTMLCanvasElement,
+    private readonly first: boolean, // of two; it tells place, values and scale for both
     private readonly moved: (place: Place) => void,
     private readonly liveLacks: (lacks: boolean) => void,
     private readonly waits: (why: string) => void,
@@ -49,7 +59,7 @@ export class Stage {
       element,
       drawer: "canvas",
       showNavigationControl: false,
-      showNavigator: true,
+      showNavigator: first,
       navigatorPosition: "TOP_RIGHT",
       navigatorSizeRatio: 0.16,
       navigatorMaintainSizeRatio: false,
@@ -68,15 +78,17 @@ export class Stage {
       preserveImageSizeOnResize: true,
     } as unknown as OpenSeadragon.Options);
     // The map in the corner shows the slide alone: layers would be asked for as a whole.
-    const map = this.viewer.navigator as unknown as { addTiledImage: (options: { over?: boolean }) => void };
-    const add = map.addTiledImage.bind(map);
-    map.addTiledImage = (options) => {
-      if (!options.over) {
-        add(options);
-      }
-    };
+    const map = this.viewer.navigator as unknown as { addTiledImage: (options: { over?: boolean }) => void } | null;
+    if (map) {
+      const add = map.addTiledImage.bind(map);
+      map.addTiledImage = (options) => {
+        if (!options.over) {
+          add(options);
+        }
+      };
+    }
     this.viewer.canvas.setAttribute("role", "application");
-    this.viewer.canvas.setAttribute("aria-label", element.getAttribute("aria-label") ?? "");
+    this.call("Slide");
     const changed = () => this.changed();
     this.viewer.addHandler("animation", changed);
     this.viewer.addHandler("animation-finish", changed);
@@ -84,16 +96,74 @@ export class Stage {
     this.viewer.addHandler("open", changed);
     element.addEventListener("pointermove", (event) => {
       const rect = element.getBoundingClientRect();
-      this.pointer = { x: event.clientX - rect.left, y: event.clientY - rect.top };
-      if (this.grid) {
-        this.drawGrid();
-      }
-      this.read();
+      const pointer = { x: event.clientX - rect.left, y: event.clientY - rect.top };
+      this.point(pointer);
+      this.other?.point(pointer, true);
     });
     element.addEventListener("pointerleave", () => {
-      this.pointer = undefined;
-      this.read();
+      this.point(undefined);
+      this.other?.point(undefined);
     });
+  }
+
+  private other: Stage | undefined;
+  private leads = true;
+
+  // Move in step with another stage of the same size: whichever somebody touched last leads.
+  link(other: Stage): void {
+    for (const [one, two] of [[this, other], [other, this]] as const) {
+      one.other = two;
+      for (const touch of ["canvas-press", "canvas-scroll", "canvas-pinch"] as const) {
+        one.viewer.addHandler(touch, () => one.lead());
+      }
+      const follow = () => {
+        if (one.leads && one.viewer.isOpen() && two.viewer.isOpen()) {
+          two.viewer.viewport.zoomTo(one.viewer.viewport.getZoom(true), undefined, true);
+          two.viewer.viewport.panTo(one.viewer.viewport.getCenter(true), true);
+        }
+      };
+      one.viewer.addHandler("viewport-change", follow);
+      two.viewer.addHandler("open", follow);
+      two.viewer.addHandler("resize", follow);
+    }
+    this.lead();
+  }
+
+  lead(): void {
+    this.leads = true;
+    if (this.other) {
+      this.other.leads = false;
+    }
+  }
+
+  // Name it for those who do not see it.
+  call(name: string): void {
+    this.viewer.canvas.setAttribute("aria-label", `${name}: arrow keys move it, plus and minus zoom, question mark lists all keys`);
+  }
+
+  // The pointer is here, in pixels of the element; a cross shows the place where it is in the `other` one.
+  private point(at_: { x: number; y: number } | undefined, other = false): void {
+    this.pointer = at_;
+    const cross = this.element.parentElement!.querySelector<HTMLElement>(".cross")!;
+    cross.hidden = !other;
+    if (at_) {
+      cross.style.translate = `${at_.x}px ${at_.y}px`;
+    }
+    if (this.grid) {
+      this.drawLines();
+    }
+    this.read();
+  }
+
+  // Layers that belong to no source are everybody's.
+  shows(layer: { of: string }): boolean {
+    return !layer.of || layer.of === this.source;
+  }
+
+  close(): void {
+    this.info = undefined;
+    this.number = -1;
+    this.viewer.close();
   }
 
   get slide(): number {
@@ -107,6 +177,7 @@ export class Stage {
     this.states = states;
     this.images = [];
     this.drawnLevels = [];
+    this.square = undefined;
     this.viewer.close();
     const source = tileSource(info.width, info.height, info.tile, info.levels, (level, x, y) =>
       api.tile(number, 0, level, x, y, ""), false);
@@ -128,14 +199,17 @@ export class Stage {
 
   // Draw a layer anew, as its state is now.
   draw(index: number): void {
-    const info = this.info!;
+    const info = this.info;
+    if (!info) {
+      return;
+    }
     const layer = info.layers[index]!;
     const state = this.states[index]!;
     const old = this.images[index];
     const live = layer.live ? this.liveLevel(layer) : undefined;
     this.images[index] = undefined;
     this.drawnLevels[index] = live;
-    if (!state.on || (layer.live && live === undefined)) {
+    if (!state.on || !this.shows(layer) || (layer.live && live === undefined)) {
       if (old) {
         this.viewer.world.removeItem(old);
       }
@@ -188,15 +262,20 @@ export class Stage {
 
   showGrid(on: boolean): void {
     this.grid = on;
-    this.drawGrid();
+    this.drawLines();
   }
 
-  // The tiles of the plan, and what the one under the pointer is computed from.
-  private drawGrid(): void {
-    const canvas = at<HTMLCanvasElement>("grid-lines");
+  // Draw a frame around a part of the slide.
+  frame(square: Square): void {
+    this.square = square;
+    this.drawLines();
+  }
+
+  private drawLines(): void {
+    const canvas = this.lines;
     const seen = this.place();
-    const info = this.info;
-    canvas.hidden = !(this.grid && seen && info?.plan);
+    const plan = this.grid ? this.info?.plans.find((each) => this.shows(each)) : undefined;
+    canvas.hidden = !seen || !(plan || this.square);
     if (canvas.hidden) {
       return;
     }
@@ -208,12 +287,29 @@ export class Stage {
     const scale = wide / seen!.width;
     const [left, top] = [seen!.x - seen!.width / 2, seen!.y - high / scale / 2];
     pen.setTransform(dense * scale, 0, 0, dense * scale, -left * dense * scale, -top * dense * scale);
-    const [height, width] = info!.plan!.tile;
+    if (this.square) {
+      const { x, y, side } = this.square;
+      for (const [colour, times] of [["#ffffff", 6], ["#d55e00", 3]] as const) {
+        pen.lineWidth = times / scale;
+        pen.strokeStyle = colour;
+        pen.strokeRect(x, y, side, side);
+      }
+    }
+    if (plan) {
+      this.drawGrid(plan, pen, scale, left, top);
+    }
+  }
+
+  // The tiles of the plan, and what the one under the pointer is computed from.
+  private drawGrid(plan: api.Plan, pen: CanvasRenderingContext2D, scale: number, left: number, top: number): void {
+    const info = this.info!;
+    const [wide, high] = [this.element.clientWidth, this.element.clientHeight];
+    const [height, width] = plan.tile;
     if (Math.min(height, width) * scale < 6) {
       return; // nothing but lines
     }
-    const right = Math.min(left + seen!.width, info!.width);
-    const bottom = Math.min(top + high / scale, info!.height);
+    const right = Math.min(left + wide / scale, info.width);
+    const bottom = Math.min(top + high / scale, info.height);
     pen.beginPath();
     for (let x = Math.max(0, Math.floor(left / width)) * width; x <= right; x += width) {
       pen.moveTo(x, Math.max(0, top));
@@ -228,10 +324,10 @@ export class Stage {
       pen.strokeStyle = colour;
       pen.stroke();
     }
-    const crop = info!.plan!.crop;
+    const crop = plan.crop;
     if (this.pointer && crop) {
       const [x, y] = [left + this.pointer.x / scale, top + this.pointer.y / scale];
-      const [haloY, haloX] = crop.map((side, axis) => (side - info!.plan!.tile[axis]!) / 2) as [number, number];
+      const [haloY, haloX] = crop.map((side, axis) => (side - plan.tile[axis]!) / 2) as [number, number];
       const [x0, y0] = [Math.floor(x / width) * width, Math.floor(y / height) * height];
       pen.lineWidth = 2 / scale;
       pen.strokeStyle = "#d55e00";
@@ -306,14 +402,16 @@ export class Stage {
     }
     const ratio = this.element.clientWidth / seen.width; // of screen pixels to the slide's
     this.smooth(ratio < 2);
-    at("zoom").textContent = info.mpp
+    if (this.first) {
+      at("zoom").textContent = info.mpp
       ? `${grouped(ratio, ratio < 1 ? 3 : 1)} × (${grouped(info.mpp / ratio, 3)} µm a screen pixel)`
       : `${grouped(ratio, ratio < 1 ? 3 : 1)} ×`;
-    drawScale(ratio, info.mpp);
+      drawScale(ratio, info.mpp);
+    }
     let lacking = false;
     const late: number[] = [];
     info.layers.forEach((layer, index) => {
-      if (layer.live && this.states[index]?.on) {
+      if (layer.live && this.states[index]?.on && this.shows(layer)) {
         const level = this.liveLevel(layer);
         lacking ||= level === undefined;
         if (level !== this.drawnLevels[index]) {
@@ -326,7 +424,7 @@ export class Stage {
       this.placed = window.setTimeout(() => late.forEach((index) => this.draw(index)), 60);
     }
     this.liveLacks(lacking);
-    this.drawGrid();
+    this.drawLines();
     this.moved(seen);
     this.read();
   }
@@ -344,7 +442,7 @@ export class Stage {
   // Tell where the pointer is, or the middle of the view where there is none, and what is stored there.
   private read(): void {
     const info = this.info;
-    if (!info || !this.viewer.world.getItemAt(0)) {
+    if (!this.first || !info || !this.viewer.world.getItemAt(0)) {
       return;
     }
     const at_ = this.pointer ?? { x: this.element.clientWidth / 2, y: this.element.clientHeight / 2 };
@@ -365,11 +463,12 @@ export class Stage {
   private async readValues(x: number, y: number, info: api.SlideInfo): Promise<void> {
     const asked = (this.asked = new AbortController());
     try {
-      const live = info.layers.some((layer, index) => layer.live && this.images[index]);
+      const live = info.layers.some((layer, index) => layer.live && (this.images[index] ?? this.other?.images[index]));
       const found = await api.values(this.number, y, x, live, asked.signal);
       if (found && !asked.signal.aborted) {
         const pixel = found.pixel.map((value, index) => `${info.channels[index] ?? index + 1} ${short(value)}`).join(", ");
-        const over = Object.entries(found.layers).map(([layer, text]) => `${info.layers[Number(layer) - 1]?.name}: ${text}`);
+        const drawn = ([layer]: [string, string]) => Number(this.states[Number(layer) - 1]?.on ?? false); // these first
+        const over = Object.entries(found.layers).sort((one, two) => drawn(two) - drawn(one)).map(([layer, text]) => `${called(info.layers[Number(layer) - 1]!)}: ${text}`);
         at("values").textContent = [pixel, ...over].join(" · ");
       }
     } catch (error) {
@@ -379,6 +478,8 @@ export class Stage {
     }
   }
 }
+
+export const called = (layer: api.LayerInfo) => (layer.of ? `${layer.name} (${layer.of})` : layer.name);
 
 export function styleOf(layer: api.LayerInfo, state: LayerState): string {
   const words: string[] = [];

@@ -110,9 +110,19 @@ class _Answers:
         return Response(self._page[name], media_type=kind)
 
     async def catalog(self, request: Request) -> Response:
-        slides = [{"name": item.label, "scores": item.scores} for item in self._catalog.items]
+        slides = [
+            {
+                "name": item.label,
+                "scores": item.scores,
+                "folder": item.row.slide.parent.name if self._catalog.parts else "",
+            }
+            for item in self._catalog.items
+        ]
         runs = [run.name for run in self._catalog.runs]
-        return _json({"slides": slides, "runs": runs, "live": bool(self._slides.live)})
+        live = self._slides.live
+        predicted = (each.of for item in self._catalog.items for each in item.predictions)
+        sources = list(filter(None, dict.fromkeys((*(each.name for each in live), *predicted))))
+        return _json({"slides": slides, "runs": runs, "live": bool(live), "sources": sources})
 
     async def slide(self, request: Request) -> Response:
         return await self._of_slide(request, lambda opened: _json(opened.describe()))

@@ -1,0 +1,122 @@
+import type { LayerInfo, SlideInfo } from "./api";
+import { at, make } from "./dom";
+import { Stage, type LayerState, type Place, type Square } from "./stage";
+
+// One view of a slide, or two in step, each with what another network predicted.
+export class Panes {
+  private readonly stages: [Stage, Stage];
+  private shown: [number, SlideInfo, LayerState[]] | undefined;
+  private two: boolean;
+
+  constructor(
+    private readonly sources: string[],
+    moved: (place: Place) => void,
+    waits: (why: string) => void,
+    private readonly changed: () => void,
+  ) {
+    const lacking = [false, false];
+    const lacks = (index: number) => (on: boolean) => {
+      lacking[index] = on;
+      document.body.classList.toggle("too-far", lacking.some(Boolean));
+    };
+    this.stages = [
+      new Stage(at("stage"), at<HTMLCanvasElement>("grid-lines"), true, moved, lacks(0), waits),
+      new Stage(at("stage-2"), at<HTMLCanvasElement>("grid-lines-2"), false, () => undefined, lacks(1), waits),
+    ];
+    this.stages[0].link(this.stages[1]);
+    this.two = sources.length > 1;
+    (sources.length > 1 ? ["Left", "Right"] : []).forEach((side, index) => {
+      const select = make(
+        "select",
+        { id: `source-${index}`, "aria-label": `${side}: predictions of`, change: () => this.choose(index, select.value) },
+        ...sources.map((name) => make("option", { value: name }, name)),
+      );
+      at(["pane", "pane-2"][index]!).append(make("div", { class: "source" }, select));
+      select.value = sources[index]!;
+      this.stages[index]!.source = select.value;
+    });
+    this.arrange();
+  }
+
+  private choose(index: number, source: string): void {
+    const stage = this.stages[index]!;
+    stage.source = source;
+    this.arrange();
+    this.shown?.[1].layers.forEach((_, layer) => stage.draw(layer));
+    this.changed();
+  }
+
+  private arrange(): void {
+    at("pane-2").hidden = !this.two;
+    this.stages.forEach((stage, index) => {
+      const side = this.two ? ["left", "right"][index]! : "";
+      const name = stage.source ? `Slide ${side} with predictions of ${stage.source}` : "Slide";
+      stage.call(name.replace("  ", " "));
+      at(["pane", "pane-2"][index]!).setAttribute("aria-label", name.replace("  ", " "));
+    });
+  }
+
+  // Go from one view to two, or back.
+  toggle(): string {
+    if (this.sources.length < 2) {
+      return "there is one prediction at most; name several runs or folders of predictions";
+    }
+    this.two = !this.two;
+    this.arrange();
+    if (this.two && this.shown) {
+      this.stages[1].show(...this.shown);
+    } else {
+      this.stages[1].close();
+    }
+    this.changed();
+    return this.two ? "two predictions side by side" : `predictions of ${this.stages[0].source} alone`;
+  }
+
+  show(number: number, info: SlideInfo, states: LayerState[], place?: Place): void {
+    this.shown = [number, info, states];
+    this.stages[0].show(number, info, states, place);
+    if (this.two) {
+      this.stages[1].show(number, info, states);
+    }
+  }
+
+  private get seen(): Stage[] {
+    return this.two ? this.stages : [this.stages[0]];
+  }
+
+  get slide(): number {
+    return this.stages[0].slide;
+  }
+
+  shows(layer: Pick<LayerInfo, "of">): boolean {
+    return this.seen.some((stage) => stage.shows(layer));
+  }
+
+  draw(layer: number): void {
+    this.seen.forEach((stage) => stage.draw(layer));
+  }
+
+  setOpacity(layer: number): void {
+    this.seen.forEach((stage) => stage.setOpacity(layer));
+  }
+
+  get showsGrid(): boolean {
+    return this.stages[0].showsGrid;
+  }
+
+  showGrid(on: boolean): void {
+    this.stages.forEach((stage) => stage.showGrid(on));
+  }
+
+  // Go to a part of the slide, and draw a frame around it.
+  goTo(square: Square): void {
+    this.seen.forEach((stage) => stage.frame(square));
+    this.leading.go({ x: square.x + square.side / 2, y: square.y + square.side / 2, width: 6 * square.side });
+  }
+
+  // The view that keys move: the other one follows.
+  get leading(): Stage {
+    this.stages[0].lead();
+    return this.stages[0];
+  }
+}
