@@ -126,7 +126,7 @@ FLAGS: Final[dict[str, dict[str, Any]]] = {
     "--predictions": _flag("folder that 'predict' wrote", type=Path, metavar="DIR"),
     "--run": _flag("run folder or model", type=Path, metavar="DIR", required=True),
     "--scratch": _flag(
-        "folder on a fast disk for what does not fit in --memory; default: such fields are computed again",
+        "folder on a fast disk for activations that do not fit in --memory; default: they are computed again",
         type=Path,
         metavar="DIR",
     ),
@@ -138,7 +138,8 @@ FLAGS: Final[dict[str, dict[str, Any]]] = {
     "--slides": _flag(type=Path, required=True),
     "--split": _flag("only these rows of a CSV", choices=("train", "val", "test")),
     "--storage": _flag(
-        "store kept fields in fewer bits: float16, bfloat16, or 'error E' in --scratch; default: exact", metavar="HOW"
+        "store saved activations in fewer bits: float16, bfloat16, or 'error E' in --scratch; default: exact",
+        metavar="HOW",
     ),
     "--trust": _flag(
         "code that the model file may import, package.module:class; without it none but gigagrad's and the "
@@ -181,10 +182,11 @@ COMMANDS: Final[dict[str, tuple[str, str, Mapping[str, str | dict[str, Any]]]]] 
     ),
     "plan": (
         "show what a training step would cost, without a slide",
-        "Captures the model at the true size, chooses tiles within the budget, and prints its segments, the placement "
-        "of each field, where memory and time go, the smallest budget that works, and what more memory or scratch "
-        "would buy. For another machine name its --memory, --scratch-bytes, --rates and --threads, or --device cuda, "
-        "the memory of a GPU, which need not be here, and its --rates or --card; for many of them --ranks.",
+        "Captures the model at the true size, chooses tiles within the budget, and prints its segments, where each "
+        "activation is stored, where memory and time go, the smallest budget that works, and what more memory or "
+        "scratch would buy. For another machine name its --memory, --scratch-bytes, --rates and --threads, or "
+        "--device cuda, the memory of a GPU, which need not be here, and its --rates or --card; for many of them "
+        "--ranks.",
         {
             "--model": _flag(_MODEL, required=True),
             "--size": _flag("in pixels, e.g. 16000x64000", type=_size, metavar="HEIGHTxWIDTH", required=True),
@@ -272,9 +274,9 @@ COMMANDS: Final[dict[str, tuple[str, str, Mapping[str, str | dict[str, Any]]]]] 
     ),
     "predict": (
         "write a mask, QuPath outlines and a picture of every slide",
-        "Whole slides without seams: DIR/masks/STEM.tif, DIR/geojson/STEM.geojson and DIR/overlays/STEM.png, or other "
-        "--outputs. A model that scores whole slides, or all their patches, gives DIR/slides.csv. Slides that are "
-        "finished are left alone, and one that fails does not stop the others.",
+        "Whole slides, without borders of patches: DIR/masks/STEM.tif, DIR/geojson/STEM.geojson and "
+        "DIR/overlays/STEM.png, or other --outputs. A model that scores whole slides, or all their patches, gives "
+        "DIR/slides.csv. Slides that are finished are left alone, and one that fails does not stop the others.",
         {
             "--run": {},
             "--slides": _flag("files, folders, or CSVs with a 'slide'", metavar="SLIDE", nargs="+"),
@@ -370,10 +372,11 @@ COMMANDS: Final[dict[str, tuple[str, str, Mapping[str, str | dict[str, Any]]]]] 
     "view": (
         "look at slides, masks, predictions and runs in a web page",
         "Deep zoom over every format that is read, with what lies over it, and the curves of a run while it goes on. "
+        "What several runs or folders of predictions say of a slide is shown side by side, in step. "
         "Prints the page's address, which holds a secret token and answers this machine alone, until Ctrl-C.",
         {
             "sources": _flag(
-                "slides, folders of them, CSVs, and folders that 'fit' or 'predict' wrote",
+                "slides, folders of them, CSVs, folders that 'fit' or 'predict' wrote, or a folder of such folders",
                 nargs="+",
                 type=Path,
                 metavar="SOURCE",
@@ -399,7 +402,7 @@ COMMANDS: Final[dict[str, tuple[str, str, Mapping[str, str | dict[str, Any]]]]] 
         },
     ),
     "calibrate": (
-        "measure this machine's rates once, so that plans foretell seconds better",
+        "measure this machine's speed once, so that plans predict times better",
         "Times operators, threads, copies in memory and the disk, and saves the rates in the user's cache folder; with "
         "--device cuda those of the GPU, of what the processor does for it, and of copies between both, saved for this "
         "card. Takes less than a minute; let nothing else run meanwhile.",

@@ -67,7 +67,7 @@ class Item:
     predictions: tuple[Predicted, ...] = ()
     table: ClassTable | None = None
     label: str = ""
-    """What a person calls it: another one than any other slide."""
+    """A name for people, which no other slide has."""
 
     @property
     def name(self) -> str:

@@ -149,10 +149,10 @@ class ImagePyramid(Pyramid):
             return self._image
         with self._lock:
             if level not in self._opened:
-                self._opened[level] = self._part(level) if halvings else self._image.at_level(stored)
+                self._opened[level] = self._reduced(level) if halvings else self._image.at_level(stored)
             return self._opened[level]
 
-    def _part(self, level: int) -> Image | None:
+    def _reduced(self, level: int) -> Image | None:
         """Open what a compression stores of a stored level at this size; None where it stores nothing, and where the
         level before stays in memory once it was read."""
         halvings = self._stored[level][1]

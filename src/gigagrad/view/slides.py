@@ -50,7 +50,7 @@ class Opened:
         item.check_same()
         self.item, self.problems = item, list[str]()
         self.plans: list[dict[str, Any]] = []
-        """Where the tiles of each network's plan lie."""
+        """Sizes of the tiles of each network's plan."""
         self._live, self._lock, self._files = live, threading.Lock(), ExitStack()
         try:
             self.slide = self._files.enter_context(item.row.open())
