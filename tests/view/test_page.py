@@ -202,6 +202,15 @@ class TestPage:
         assert all(answer["url"].startswith(served) for answer in browser.answers)
         assert all(answer["status"] == 200 for answer in browser.answers)
 
+    def test_all_of_a_tall_slide_is_seen_in_a_narrow_window(self, tmp_path):
+        tifffile.imwrite(tmp_path / "tall.tif", np.full((3000, 900, 3), 200, np.uint8), tile=(256, 256))
+        with serving([tmp_path], []) as address, Browser(700, 900) as narrow:
+            narrow.open(address)
+            width = narrow.wait("Number(new URLSearchParams(location.hash.slice(1)).get('width'))")
+            shape = narrow.evaluate("[stage.clientHeight, stage.clientWidth]")
+            assert width * shape[0] / shape[1] >= 2999
+            assert not narrow.problems
+
     def test_a_page_of_another_origin_can_read_nothing(self, served):
         """Another local site, which even knows the address."""
         attack = f"""<!doctype html><title>attack</title><script>

@@ -182,6 +182,9 @@ export class Stage {
     const source = tileSource(info.width, info.height, info.tile, info.levels, (level, x, y) =>
       api.tile(number, 0, level, x, y, ""), false);
     this.viewer.addOnceHandler("open", () => {
+      // The panel that has come beside it has made it smaller, which the viewer has not seen yet.
+      this.viewer.viewport.resize(new OpenSeadragon.Point(this.element.clientWidth, this.element.clientHeight));
+      this.viewer.viewport.goHome(true);
       if (place && first) {
         this.go(place, true);
       }
