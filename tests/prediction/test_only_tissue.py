@@ -9,12 +9,12 @@ import tifffile
 from torch import nn
 
 from gigagrad.boxes import Box
+from gigagrad.cohorts.records import read_records
 from gigagrad.config.predict import PredictConfig
 from gigagrad.errors import ConfigError
 from gigagrad.images import open_image
 from gigagrad.images.write import write_pyramid
 from gigagrad.models import resolve, save_model
-from gigagrad.prediction.outputs import read_records
 from gigagrad.prediction.predict import predict
 
 
