@@ -6,17 +6,21 @@
 # make quick   in a minute: lint, and the tests of what everything stands on
 # make lint    style, formatting, types and the direction of the imports
 # make docs    the site in build/docs, without a warning, and its spelling
+# make dist    sdist and wheel in dist/, with the page: Node.js is needed
+# make sbom    what is in them and beside them, as CycloneDX in dist/
 #
-# Each makes its own environment in .venv (oldest: .venv-oldest) first, once; all it needs is Python 3.11 or later.
+# Each makes its own environment in .venv (oldest: .venv-oldest; dist and sbom: .venv-release) first, once; all it needs is
+# Python 3.11 or later.
 
 PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 OLDEST := .venv-oldest
+RELEASE := .venv-release
 
 PAGE := src/gigagrad/view/page/page.js
 
-.PHONY: demo page test oldest quick zoo lint docs clean
+.PHONY: demo page test oldest quick zoo lint docs dist sbom clean
 
 demo: $(INSTALLED)
 	@if command -v npm >/dev/null; then $(MAKE) page || echo "the page of 'gigagrad view' is not built: see above"; fi
@@ -53,6 +57,17 @@ docs: $(INSTALLED)
 	$(BIN)/codespell README.md SECURITY.md CHANGELOG.md CONTRIBUTING.md docs
 	$(BIN)/python -m sphinx --fail-on-warning --keep-going --quiet -b html docs build/docs
 
+dist: $(PAGE) $(RELEASE)/.installed
+	rm -rf dist build
+	$(RELEASE)/bin/python -m build
+	$(RELEASE)/bin/twine check --strict dist/*
+
+# The packages beside which gigagrad is tested, and those that the page is made of.
+sbom: $(INSTALLED) $(RELEASE)/.installed
+	mkdir -p dist
+	$(RELEASE)/bin/cyclonedx-py environment --pyproject pyproject.toml --output-file dist/sbom-python.json $(BIN)/python
+	cd web && npm ci --ignore-scripts --no-audit --no-fund && npm sbom --sbom-format cyclonedx > ../dist/sbom-page.json
+
 # The constraints name the versions, and with them a PyTorch that brings no CUDA packages where its index is at hand.
 $(INSTALLED): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("gigagrad needs Python 3.11 or later, found " + sys.version.split()[0] + "; run: make PYTHON=python3.11")'
@@ -66,6 +81,11 @@ $(OLDEST)/.installed: pyproject.toml constraints-oldest.txt
 		hypothesis ome-types pydicom pytest pytest-xdist scipy
 	touch $@
 
+$(RELEASE)/.installed:
+	$(PYTHON) -m venv $(RELEASE)
+	$(RELEASE)/bin/python -m pip install --quiet build cyclonedx-bom twine
+	touch $@
+
 clean:
 	rm -rf web/node_modules src/gigagrad/view/page
-	rm -rf .venv $(OLDEST) .zoo.jsonl build dist gigagrad-demo .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf .venv $(OLDEST) $(RELEASE) .zoo.jsonl build dist gigagrad-demo .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

@@ -1,8 +1,9 @@
 """What `pip install gigagrad` brings: an sdist and the wheel made of it, installed bare in an environment of its own.
 
-    python bench/bare_install.py [--constraint constraints.txt]
+    python bench/bare_install.py [--constraint constraints.txt] [--python python3.13]
 
-There it imports, checks the machine, and takes a step; none of the libraries that extras bring may be there.
+There it imports, checks the machine, and takes a step of the paper's network; none of the libraries that extras bring
+may be there. The page has to be built (`make page`). `--python` names another Python than this one to install for.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ import json
 import subprocess
 import sys
 import tempfile
-import venv
 import zipfile
 from pathlib import Path
 
@@ -20,20 +20,23 @@ ROOT = Path(__file__).resolve().parents[1]
 EXTRAS = ("cv2", "lightning", "matplotlib", "mlflow", "monai", "scipy", "tensorboard", "timm", "torchmetrics", "wandb")
 SDIST = "import sys; from setuptools.build_meta import build_sdist; build_sdist(sys.argv[1])"
 STEP = f"""
-import importlib.util, json, time
+import importlib.util, json, platform, time
 began = time.perf_counter()
 import gigagrad as gg
 imported = time.perf_counter() - began
 import torch
-model = torch.nn.Conv2d(3, 1, 3, padding=1)
-image, target = torch.rand(3, 90, 70), torch.rand(1, 90, 70)
-loss = gg.compile(model, torch.nn.functional.mse_loss, tile=(32, 32)).backward(image, target)
-plain = torch.nn.functional.mse_loss(model(image[None]), target[None])
+model = gg.models.resolve("paper-unet").double()
+image, target = torch.randint(256, (3, 480, 640), dtype=torch.uint8), torch.rand(1, 480, 640, dtype=torch.float64)
+criterion = torch.nn.functional.binary_cross_entropy_with_logits
+loss = gg.compile(model, criterion, tile=(160, 160)).backward(image, target)
+plain = criterion(model(image[None]), target[None])
+expected = torch.autograd.grad(plain, list(model.parameters()))
 print(json.dumps({{
+    "python": platform.python_version(),
     "import_seconds": round(imported, 3),
     "torch": torch.__version__,
     "loss_error": abs(float(loss) - float(plain)),
-    "gradient_error": float((model.weight.grad - torch.autograd.grad(plain, model.weight)[0]).abs().max()),
+    "gradient_error": max(float((p.grad - g).abs().max()) for p, g in zip(model.parameters(), expected)),
     "optional_libraries": [name for name in {EXTRAS} if importlib.util.find_spec(name)],
 }}))
 """
@@ -49,6 +52,7 @@ def output_of(*command: str | Path, cwd: Path) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--constraint", type=Path, default=ROOT / "constraints.txt")
+    parser.add_argument("--python", default=sys.executable)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         here = Path(folder)
@@ -57,7 +61,7 @@ def main() -> None:
         output_of(sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", sdist, cwd=here)
         (wheel,) = here.glob("*.whl")
         files = zipfile.ZipFile(wheel).namelist()
-        venv.create(here / "env", with_pip=True)
+        output_of(args.python, "-m", "venv", here / "env", cwd=here)
         bin_ = here / "env" / "bin"
         output_of(bin_ / "pip", "install", "--constraint", args.constraint.resolve(), wheel, cwd=here)
         packages = json.loads(output_of(bin_ / "pip", "list", "--format", "json", cwd=here))
@@ -69,6 +73,7 @@ def main() -> None:
             "wheel_bytes": wheel.stat().st_size,
             "typed": "gigagrad/py.typed" in files,
             "template": any(name.endswith(".j2") for name in files),
+            "page": "gigagrad/view/page/page.js" in files,
             "packages": len(packages),
             **step,
         }

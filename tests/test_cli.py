@@ -493,7 +493,7 @@ def test_doctor_fails_when_a_check_does(monkeypatch, capsys):
     from gigagrad.reports import doctor
 
     monkeypatch.setattr(doctor, "CHECKS", {"Python": doctor.CHECKS["Python"]})
-    monkeypatch.setattr(doctor, "OPTIONAL", {})
+    monkeypatch.setattr(doctor, "EXTRAS", {})
     assert main(["doctor"]) == 0
     assert "Python" in capsys.readouterr().out
     broken = ("failed", "lacks JPEG", "reinstall imagecodecs")

@@ -1,9 +1,12 @@
 """Every check reports; a broken one is a finding, never an exception."""
 
+import importlib.metadata
 import io
 import os
+import re
 import subprocess
 import sys
+import tomllib
 
 import pytest
 import torch
@@ -11,12 +14,17 @@ from rich.console import Console
 
 from gigagrad.devices import machine
 from gigagrad.reports import doctor
-from gigagrad.reports.doctor import Check, diagnose, doctor_table
+from gigagrad.reports.doctor import EXTRAS, Check, diagnose, doctor_table
+from tests.pages import ROOT
+
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 
 
 def test_this_machine_is_well(tmp_path):
     checks = {check.name: check for check in diagnose(tmp_path)}
-    assert {"Python", "PyTorch", "Threads", "Memory", "Disk", "Codecs", "OpenSlide", "CUDA", "timm"} <= set(checks)
+    assert {"Python", "PyTorch", "Threads", "Memory", "Disk", "Codecs", "Readers", "Page", "CUDA", "Extras"} <= set(
+        checks
+    )
     assert [check for check in checks.values() if check.status == "failed"] == []
     assert "JPEG 2000" in checks["Codecs"].detail
 
@@ -57,7 +65,7 @@ def test_huge_pages(monkeypatch, tmp_path, modes, asked, status, text):
     monkeypatch.setattr(doctor, "_HUGE_PAGES", file)
     monkeypatch.setenv("THP_MEM_ALLOC_ENABLE", asked)
     monkeypatch.setattr(doctor, "CHECKS", {"Huge pages": doctor.CHECKS["Huge pages"]})
-    monkeypatch.setattr(doctor, "OPTIONAL", {})
+    monkeypatch.setattr(doctor, "EXTRAS", {})
     (check,) = diagnose(tmp_path)
     assert check.status == status
     assert text in check.detail
@@ -72,7 +80,7 @@ def test_a_gpu_says_whether_its_rates_are_measured(monkeypatch, tmp_path):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA L4")
 
     monkeypatch.setattr(doctor, "CHECKS", {"CUDA": doctor.CHECKS["CUDA"]})
-    monkeypatch.setattr(doctor, "OPTIONAL", {})
+    monkeypatch.setattr(doctor, "EXTRAS", {})
 
     def found():
         (check,) = diagnose(tmp_path)
@@ -98,29 +106,68 @@ def test_importing_the_package_asks_for_huge_pages_unless_told_otherwise():
         assert done.stdout.strip() == expected
 
 
-def test_optional_packages(monkeypatch):
+def test_extras_that_are_there_and_those_that_are_not(monkeypatch):
     monkeypatch.setattr(doctor, "CHECKS", {})
-    monkeypatch.setattr(doctor, "OPTIONAL", {"no_such_package_anywhere": ("none", "nothing")})
-    (missing,) = doctor.diagnose()
-    assert missing.status == "ok"
-    assert missing.remedy == "pip install 'gigagrad[none]' for nothing"
+    one, none = ("rich", "yaml"), ("rich", "no_such_module_anywhere")
+    monkeypatch.setattr(doctor, "EXTRAS", {"one": (one, "much"), "none": (none, "nothing"), "two": (one[:1], "more")})
+    found, missing = doctor.diagnose()
+    versions = {package: importlib.metadata.version(package) for package in ("rich", "PyYAML")}
+    assert found == Check("Extras", "ok", f"rich {versions['rich']}, PyYAML {versions['PyYAML']}")
+    assert missing == Check("none", "absent", "", "pip install 'gigagrad[none]' for nothing")
 
 
-@pytest.mark.parametrize("status", ["ok", "warning", "failed"])
+def test_an_extra_that_cannot_be_imported_is_noted(monkeypatch):
+    monkeypatch.setattr(doctor, "CHECKS", {})
+    monkeypatch.setattr(doctor, "EXTRAS", {"one": (("rich", "yaml"), "much")})
+    monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda module: object())
+    monkeypatch.setitem(sys.modules, "yaml", None)
+    (broken,) = doctor.diagnose()
+    assert (broken.name, broken.status) == ("one", "warning")
+    assert "cannot be imported" in broken.detail
+
+
+def test_extras_are_those_that_can_be_installed():
+    extras = PROJECT["optional-dependencies"]
+    assert set(EXTRAS) == set(extras) - {"docs", "dev"}
+    packages = importlib.metadata.packages_distributions()
+    for name, (modules, _) in EXTRAS.items():
+        required = {re.split(r"[^\w-]", line)[0].lower() for line in extras[name]} | {
+            "jinja2",
+            "matplotlib",
+            "mlflow-skinny",
+        }
+        known = [package.replace("_", "-").lower() for module in modules for package in packages.get(module, [])[:1]]
+        assert set(known) <= required, name
+
+
+def test_a_page_that_is_not_built_is_told_with_what_builds_it(monkeypatch, tmp_path):
+    monkeypatch.setattr(doctor.importlib.resources, "files", lambda package: tmp_path)
+    monkeypatch.setattr(doctor, "CHECKS", {"Page": doctor.CHECKS["Page"]})
+    monkeypatch.setattr(doctor, "EXTRAS", {})
+    (check,) = diagnose(tmp_path)
+    assert (check.status, "make page" in check.remedy) == ("absent", True)
+    (tmp_path / "view" / "page").mkdir(parents=True)
+    (tmp_path / "view" / "page" / "page.js").touch()
+    assert diagnose(tmp_path) == [Check("Page", "ok", "the page of 'gigagrad view' is built")]
+
+
+@pytest.mark.parametrize("status", ["ok", "absent", "warning", "failed"])
 def test_the_table_shows_everything_as_it_is(status):
-    console = Console(file=io.StringIO(), width=120)
-    console.print(doctor_table([Check("Disk [x]", status, "5 GiB [free]", "do this")]))
+    """Commands are on lines of their own, not folded, where a terminal has 80 columns."""
+    console = Console(file=io.StringIO(), width=80)
+    command = "pip install 'gigagrad[lightning]' for its Trainer"
+    console.print(doctor_table([Check("Disk [x]", status, "5 GiB [free]", command), Check("Huge pages", "ok", "used")]))
     shown = console.file.getvalue()  # type: ignore[attr-defined]
-    for text in ("Disk [x]", "5 GiB [free]", "do this"):
+    for text in ("Disk [x]", "5 GiB [free]", f"to do: {command}"):
         assert text in shown
 
 
-@pytest.mark.parametrize("module", ["segmentation_models_pytorch", "torchmetrics"])
-def test_what_works_here_is_said_to_work(module):
+@pytest.mark.parametrize("extra", ["smp", "train"])
+def test_what_works_here_is_said_to_work(extra):
     """In a process of its own: nothing has prepared torchvision there."""
     code = (
         "from gigagrad.reports import doctor\n"
-        f"doctor.CHECKS, doctor.OPTIONAL = {{}}, {{{module!r}: doctor.OPTIONAL[{module!r}]}}\n"
+        f"doctor.CHECKS, doctor.EXTRAS = {{}}, {{{extra!r}: doctor.EXTRAS[{extra!r}]}}\n"
         "(check,) = doctor.diagnose()\n"
         "print(check.status)"
     )

@@ -413,7 +413,7 @@ COMMANDS: Final[dict[str, tuple[str, str, Mapping[str, str | dict[str, Any]]]]] 
     ),
     "doctor": (
         "check this machine and installation",
-        "Python, PyTorch, memory, disk, codecs, slide readers, optional packages and CUDA, each with what to do.",
+        "Python, PyTorch, memory, disk, CUDA, codecs, readers, the page of view and extras, each with what to do.",
         {},
     ),
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
+import importlib.resources
 import importlib.util
 import os
 import platform
@@ -11,7 +12,6 @@ import shutil
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -20,7 +20,7 @@ from gigagrad.units import format_bytes
 if TYPE_CHECKING:
     from rich.table import Table
 
-Status = Literal["ok", "warning", "failed"]
+Status = Literal["ok", "absent", "warning", "failed"]
 _Finding = tuple[Status, str] | tuple[Status, str, str]
 """Status, detail and, where there is something to do, remedy."""
 _Check = Callable[[Path], _Finding]
@@ -28,20 +28,30 @@ _Check = Callable[[Path], _Finding]
 _HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 _LEAST_MEMORY_BYTES = 2 << 30
 _LEAST_DISK_BYTES = 4 << 30
-OPTIONAL = {
-    "timm": ("timm", "its models"),
-    "segmentation_models_pytorch": ("smp", "its models"),
-    "monai": ("monai", "its models, and gigagrad in its workflows"),
-    "matplotlib": ("report", "charts and reports"),
-    "torchmetrics": ("train", "the scores of slide classifiers"),
-    "cv2": ("demo", "synthetic slides"),
+EXTRAS: dict[str, tuple[tuple[str, ...], str]] = {
+    "train": (("tensorboard", "torchmetrics"), "curves and scores of slide classifiers"),
+    "report": (("jinja2", "matplotlib"), "reports and pictures of plans"),
+    "demo": (("jinja2", "matplotlib", "cv2"), "synthetic slides"),
+    "view": (("starlette", "uvicorn"), "slides in a web page"),
+    "geo": (("rasterio",), "COGs and coordinates on earth"),
+    "bags": (("h5py",), "patches in .h5"),
+    "timm": (("timm",), "its models"),
+    "smp": (("segmentation_models_pytorch",), "its models"),
+    "monai": (("monai", "ignite"), "its models and workflows"),
+    "lora": (("peft",), "adapters of encoders"),
+    "lightning": (("lightning",), "its Trainer"),
+    "mlflow": (("mlflow",), "--trackers mlflow"),
+    "wandb": (("wandb",), "--trackers wandb"),
+    "trackio": (("trackio",), "--trackers trackio"),
 }
-"""The extra that brings each module, and what it is for."""
+"""The modules that each extra brings, and what they are for."""
 
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One finding. `remedy` is empty where there is nothing to do; `warning` means something works less well."""
+    """One finding. `remedy` is empty where there is nothing to do; `warning` means something works less well, and
+    `absent` that it is optional and not installed.
+    """
 
     name: str
     status: Status
@@ -50,34 +60,41 @@ class Check:
 
 
 def diagnose(folder: str | Path = ".") -> list[Check]:
-    """Check Python, PyTorch, the machine's profile, memory, huge pages, the disk under `folder`, codecs, slide readers,
-    optional packages and CUDA.
+    """Check Python, PyTorch, the machine's profile, memory, huge pages, the disk under `folder`, CUDA, codecs, readers
+    of slides, the page of `gigagrad view` and what the extras bring.
 
     A check that breaks is itself a failed check; nothing is raised.
     """
     checks: list[Check] = []
-    optional: dict[str, _Check] = {module: partial(_optional, module, *brought) for module, brought in OPTIONAL.items()}
-    for name, check in (CHECKS | optional).items():
+    for name, check in CHECKS.items():
         try:
             checks.append(Check(name, *check(Path(folder))))
         except Exception as error:  # a broken installation fails in ways of its own; that is the finding
             reason = f"{type(error).__name__}: {error}".splitlines()[0]
             checks.append(Check(name, "failed", reason, "reinstall gigagrad in a fresh environment"))
-    return checks
+    extras = [Check(name, *_extra(name, *brought)) for name, brought in EXTRAS.items()]
+    found = dict.fromkeys(version for extra in extras if extra.status == "ok" for version in extra.detail.split(", "))
+    if found:
+        checks.append(Check("Extras", "ok", ", ".join(found)))
+    return checks + [extra for extra in extras if extra.status != "ok"]
 
 
 def doctor_table(checks: list[Check]) -> Table:
-    """Tabulate the findings for a rich console."""
+    """Tabulate the findings for a rich console of 80 columns or more: what is to be done has lines of its own."""
     from rich.table import Table
     from rich.text import Text
 
-    marks = {"ok": ("ok", "green"), "warning": ("note", "yellow"), "failed": ("FAILED", "bold red")}
-    table = Table(header_style="bold")
-    for column in ("Check", "", "Found", "What to do"):
-        table.add_column(column, overflow="fold")
+    marks = {"ok": ("ok", "green"), "absent": ("-", "dim"), "warning": ("note", "yellow"), "failed": ("FAILED", "red")}
+    table = Table.grid(padding=(0, 2, 0, 0))
+    for _ in range(3):
+        table.add_column(overflow="fold")
     for check in checks:
+        found = Text(check.detail)
+        if check.remedy and check.detail:
+            found.append("\nto do: ")
+        found.append(check.remedy, "bold")
         word, style = marks[check.status]
-        table.add_row(Text(check.name), Text(word, style), Text(check.detail), Text(check.remedy))
+        table.add_row(Text(word, style), Text(check.name), found)
     return table
 
 
@@ -189,10 +206,19 @@ def _codecs(_: Path) -> _Finding:
     return "ok", f"JPEG, JPEG 2000, deflate and LZW work ({version})"
 
 
-def _openslide(_: Path) -> _Finding:
+def _readers(_: Path) -> _Finding:
     import openslide
+    import tifffile
+    import zarr
 
-    return "ok", f"library {openslide.__library_version__}, Python {openslide.__version__}"
+    library = f"OpenSlide {openslide.__library_version__}"
+    return "ok", f"tifffile {tifffile.__version__}, {library}, Zarr {zarr.__version__}"
+
+
+def _page(_: Path) -> _Finding:
+    if (importlib.resources.files("gigagrad") / "view" / "page" / "page.js").is_file():
+        return "ok", "the page of 'gigagrad view' is built"
+    return "absent", "the page of 'gigagrad view' is not built", "in a checkout: make page, which needs Node.js 20"
 
 
 def _cuda(_: Path) -> _Finding:
@@ -207,21 +233,23 @@ def _cuda(_: Path) -> _Finding:
     return status, found, remedy
 
 
-def _optional(module: str, extra: str, used_for: str, _: Path) -> _Finding:
-    """Check by importing, as what uses the module imports it."""
-    if importlib.util.find_spec(module) is None:
-        return "ok", "not installed (optional)", f"pip install 'gigagrad[{extra}]' for {used_for}"
-    packages = importlib.metadata.packages_distributions().get(module, [module])
-    version = importlib.metadata.version(packages[0])
+def _extra(name: str, modules: tuple[str, ...], used_for: str) -> _Finding:
+    """Check by importing, as what uses the modules imports them."""
+    if not all(map(importlib.util.find_spec, modules)):
+        return "absent", "", f"pip install 'gigagrad[{name}]' for {used_for}"
+    packages = importlib.metadata.packages_distributions()
+    found = [packages.get(module, [module])[0] for module in modules]
+    versions = ", ".join(f"{package} {importlib.metadata.version(package)}" for package in found)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             importlib.import_module("gigagrad.models.torchvision_operators")
-            importlib.import_module(module)
+            for module in modules:
+                importlib.import_module(module)
     except Exception as error:  # whatever its own dependencies raise
-        reason = f"{version} cannot be imported: {error}".splitlines()[0]
+        reason = f"{versions} cannot be imported: {error}".splitlines()[0]
         return "warning", reason, "install the torchvision that was built for this PyTorch"
-    return "ok", version
+    return "ok", versions
 
 
 CHECKS: dict[str, _Check] = {
@@ -232,7 +260,8 @@ CHECKS: dict[str, _Check] = {
     "Memory": _memory,
     "Huge pages": _huge_pages,
     "Disk": _disk,
-    "Codecs": _codecs,
-    "OpenSlide": _openslide,
     "CUDA": _cuda,
+    "Codecs": _codecs,
+    "Readers": _readers,
+    "Page": _page,
 }
