@@ -83,6 +83,7 @@ def _fill(app: Sphinx, docname: str, source: list[str]) -> None:
             source[0] = source[0].replace(place, write())
     # Links to files beside this folder that are pages here, too.
     source[0] = source[0].replace("](../SECURITY.md", "](development/security.md")
+    source[0] = source[0].replace("](../../SECURITY.md", "](../development/security.md")
 
 
 def setup(app: Sphinx) -> None:

@@ -1,5 +1,6 @@
 """What an sdist and a wheel contain, built by setuptools without a network, from a copy of the sources."""
 
+import re
 import shutil
 import subprocess
 import sys
@@ -10,12 +11,15 @@ from email.parser import Parser
 from pathlib import Path
 
 import pytest
+import yaml
 
+import gigagrad as gg
 from gigagrad.view.page import _NAMES
 from tests.pages import ROOT
 
 pytestmark = pytest.mark.slow
 pytest.importorskip("setuptools", minversion="77", reason="needs setuptools 77 or later")
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 HOOK = "import sys; from setuptools import build_meta; getattr(build_meta, sys.argv[1])(sys.argv[2])"
 
 
@@ -86,11 +90,36 @@ def test_metadata_says_what_pyproject_says(sources: Path, tmp_path: Path) -> Non
         (name,) = (name for name in archive.namelist() if name.endswith("METADATA"))
         metadata = Parser().parsestr(archive.read(name).decode())
         assert name.replace("METADATA", "licenses/LICENSE") in archive.namelist()
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    assert metadata["License-Expression"] == project["license"]
-    assert metadata.get_all("Provides-Extra") == list(project["optional-dependencies"])
+    assert metadata["License-Expression"] == PROJECT["license"]
+    assert metadata.get_all("Provides-Extra") == list(PROJECT["optional-dependencies"])
     assert metadata["Description-Content-Type"].startswith("text/markdown")
     assert metadata.get_payload() == (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def test_the_recipe_for_conda_asks_for_what_pyproject_asks_for() -> None:
+    recipe = yaml.safe_load((ROOT / "recipe" / "recipe.yaml").read_text(encoding="utf-8"))
+    theirs = {"torch": "pytorch", "openslide-bin": "openslide"}
+    wanted = dict(re.fullmatch(r"([\w-]+)(.+)", line).groups() for line in PROJECT["dependencies"])
+    expected = {f"{theirs.get(name, name)} {versions}" for name, versions in wanted.items()}
+    assert set(recipe["requirements"]["run"]) == expected | {f"python {PROJECT['requires-python']}"}
+    assert PROJECT["version"] in recipe["context"].values()
+
+
+def test_the_version_is_the_same_everywhere() -> None:
+    assert gg.__version__ == PROJECT["version"]
+    assert yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))["version"] == PROJECT["version"]
+    assert f"gigagrad-{PROJECT['version']}-py3" in (ROOT / "docs" / "install.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / ".github" / "ISSUE_TEMPLATE").iterdir()), ids=lambda path: path.name)
+def test_templates_of_issues_are_forms(path: Path) -> None:
+    """As GitHub asks: a name, a description, and fields with an id and a label; one at least is not only text."""
+    form = yaml.safe_load(path.read_text(encoding="utf-8"))
+    assert form.keys() == {"name", "description", "labels", "body"}
+    fields = [field for field in form["body"] if field["type"] != "markdown"]
+    assert fields
+    assert len({field["id"] for field in fields}) == len(fields)
+    assert all(field["type"] in ("input", "textarea") and field["attributes"]["label"] for field in fields)
 
 
 def test_an_sdist_without_the_page_is_refused(sources: Path, tmp_path: Path) -> None:

@@ -14,7 +14,13 @@ import gigagrad as gg
 from gigagrad.cli.flags import SETTINGS, build_parser
 from tests.pages import DOCS, ROOT, blocks, commands, prose, sentences
 
-DOCUMENTS = [ROOT / "README.md", ROOT / "SECURITY.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md"))]
+DOCUMENTS = [
+    ROOT / "README.md",
+    ROOT / "SECURITY.md",
+    ROOT / "CONTRIBUTING.md",
+    ROOT / "CODE_OF_CONDUCT.md",
+    *sorted(DOCS.rglob("*.md")),
+]
 PAGES = [path for path in DOCUMENTS if "decisions" not in path.parts]
 RECORDS = ("ARCHITECTURE.md", "math.md", "results.md", "zoo.md", "changes.md", "security.md", "index.md")
 """Pages of numbers, proofs and names for whoever works on gigagrad, and those that only include or list others."""
@@ -22,6 +28,12 @@ LANGUAGES = {"sh", "bash", "python", "text", "csv", "json", "{toctree}", "{eval-
 ELSEWHERE = {
     "README.md": "its commands are those of start/first-result.md",
     "docs/in-other-programs.md": "tests/integrations/test_page.py",
+    "docs/how-to/lightning.md": "tests/integrations/test_page.py",
+    "docs/how-to/monai.md": "tests/integrations/test_page.py",
+    "docs/how-to/tiatoolbox.md": "tests/integrations/test_page.py",
+    "docs/how-to/torchgeo.md": "tests/integrations/test_page.py",
+    "docs/how-to/hugging-face.md": "tests/integrations/test_page.py",
+    "docs/how-to/napari.md": "tests/integrations/test_napari.py",
     "docs/operators.md": "tests/graphs/test_own_operator.py",
 }
 """Pages whose code is run by other tests than those of `tests/journeys/test_tutorials.py`."""

@@ -77,6 +77,7 @@ def test_names_are_the_field_s(room: str) -> None:
         ROOT / "README.md",
         ROOT / "SECURITY.md",
         ROOT / "CONTRIBUTING.md",
+        ROOT / "CODE_OF_CONDUCT.md",
         *(path for path in sorted(DOCS.rglob("*.md")) if "decisions" not in path.parts),
     ],
     ids=lambda path: str(path.relative_to(ROOT)),

@@ -7,9 +7,10 @@ import qupath.lib.io.PathIO
 
 def folder = args ? args[0] : '/data/predictions'  // what was `--out`
 
-// What was predicted of the slide in this file, nothing where there is no prediction.
+// What was predicted of the slide in this file, nothing where there is no prediction. Results are called by their
+// slides, without the suffixes .ome and .cog.
 def predicted = { uri ->
-    def stem = new File(uri.path).name.replaceFirst(/\.[^.]*$/, '')
+    def stem = new File(uri.path).name.replaceFirst(/\.[^.]*$/, '').replaceFirst(/\.(ome|cog)$/, '')
     def regions = new File(folder, "geojson/${stem}.geojson")
     regions.exists() ? PathIO.readObjects(regions) : []
 }
