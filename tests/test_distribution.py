@@ -99,8 +99,8 @@ def test_metadata_says_what_pyproject_says(sources: Path, tmp_path: Path) -> Non
 def test_the_recipe_for_conda_asks_for_what_pyproject_asks_for() -> None:
     recipe = yaml.safe_load((ROOT / "recipe" / "recipe.yaml").read_text(encoding="utf-8"))
     theirs = {"torch": "pytorch", "openslide-bin": "openslide"}
-    wanted = dict(re.fullmatch(r"([\w-]+)(.+)", line).groups() for line in PROJECT["dependencies"])
-    expected = {f"{theirs.get(name, name)} {versions}" for name, versions in wanted.items()}
+    wanted = [re.fullmatch(r"([\w-]+)(.+)", line).groups() for line in PROJECT["dependencies"]]
+    expected = {f"{theirs.get(name, name)} {versions}" for name, versions in wanted}
     assert set(recipe["requirements"]["run"]) == expected | {f"python {PROJECT['requires-python']}"}
     assert PROJECT["version"] in recipe["context"].values()
 

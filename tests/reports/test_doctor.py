@@ -1,6 +1,8 @@
 """Every check reports; a broken one is a finding, never an exception."""
 
 import importlib.metadata
+import importlib.resources
+import importlib.util
 import io
 import os
 import re
@@ -119,7 +121,7 @@ def test_extras_that_are_there_and_those_that_are_not(monkeypatch):
 def test_an_extra_that_cannot_be_imported_is_noted(monkeypatch):
     monkeypatch.setattr(doctor, "CHECKS", {})
     monkeypatch.setattr(doctor, "EXTRAS", {"one": (("rich", "yaml"), "much")})
-    monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda module: object())
+    monkeypatch.setattr(importlib.util, "find_spec", lambda module: object())
     monkeypatch.setitem(sys.modules, "yaml", None)
     (broken,) = doctor.diagnose()
     assert (broken.name, broken.status) == ("one", "warning")
@@ -141,7 +143,7 @@ def test_extras_are_those_that_can_be_installed():
 
 
 def test_a_page_that_is_not_built_is_told_with_what_builds_it(monkeypatch, tmp_path):
-    monkeypatch.setattr(doctor.importlib.resources, "files", lambda package: tmp_path)
+    monkeypatch.setattr(importlib.resources, "files", lambda package: tmp_path)
     monkeypatch.setattr(doctor, "CHECKS", {"Page": doctor.CHECKS["Page"]})
     monkeypatch.setattr(doctor, "EXTRAS", {})
     (check,) = diagnose(tmp_path)

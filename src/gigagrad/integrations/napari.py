@@ -36,18 +36,21 @@ class LevelArray:
         self.shape: Final = (*pyramid.shapes[level], *counted)
         self.ndim: Final = len(self.shape)
         self.size: Final = math.prod(self.shape)
+        assert isinstance(image.dtype, np.dtype), "files hold arrays"
         self.dtype: Final = image.dtype
 
     def __getitem__(self, index: Any) -> Array:
         """Read what NumPy's slices and whole numbers select."""
-        given = index if isinstance(index, tuple) else (index,)
-        y_index, x_index, *channel_index = (*given, *(slice(None),) * (self.ndim - len(given)))
-        ys, xs = np.arange(self.shape[0])[y_index], np.arange(self.shape[1])[x_index]
+        given: tuple[Any, ...] = index if isinstance(index, tuple) else (index,)
+        full = given + (slice(None),) * (self.ndim - len(given))
+        ys, xs = np.arange(self.shape[0])[full[0]], np.arange(self.shape[1])[full[1]]
         if not (ys.size and xs.size):
-            return np.broadcast_to(np.zeros((), self.dtype), self.shape)[index]  # type: ignore[arg-type]
+            nothing: Array = np.broadcast_to(np.zeros((), self.dtype), self.shape)[index]
+            return nothing
         box = Box(int(ys.min()), int(xs.min()), int(ys.max()) + 1, int(xs.max()) + 1)
         pixels_HWC = self._pyramid.read(self._level, box).transpose(1, 2, 0)[:, xs - box.x0][ys - box.y0]
-        return pixels_HWC[..., self._channels][(..., *channel_index)]
+        chosen: Array = pixels_HWC[..., self._channels][(..., *full[2:])]
+        return chosen
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:
         return np.asarray(self[:, :], dtype)
