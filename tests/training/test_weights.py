@@ -162,7 +162,7 @@ def test_the_card_says_how_it_was_made_and_nothing_of_whose_slides(config, tmp_p
     assert "image-segmentation" in front["tags"]
     assert "license" not in front
     for said in (
-        "3 train, 1 val, 2 test", "`paper-unet`, 4,492 parameters", "`bce`", "2 GiB", "3 in 1 epochs", "grey",
+        "3 train, 1 val, 2 test", "`paper-unet`, 4,492 parameters", "`bce`", "16 GiB", "3 in 1 epochs", "grey",
         f"dice {result.mean:.4f}", f"{result.best_loss:.6g}", "no patches", f"torch {torch.__version__}", "level 0",
     ):  # fmt: skip
         assert said in page
