@@ -11,6 +11,7 @@ from functools import cache
 from typing import Any, Final
 
 import torch
+import torch.nn.functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 from gigagrad.graphs.graph import EACH, FIELD_MAX, FIELD_SUM, MOMENTS, Node, substitute
@@ -118,6 +119,24 @@ class _Bins(torch.autograd.Function):
         return gradient, None, None
 
 
+def attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float) -> torch.Tensor:
+    """Compute `softmax(scale * query @ key^T) @ value` of `(..., N, E)`, `(..., M, E)` and `(..., M, F)`.
+
+    PyTorch's kernels that hold no `(N, M)` take four axes, one width, and rows that lie together: axes of 1 go in
+    front, and zeros behind what is narrower, which add nothing.
+    """
+    shape, width = (*query.shape[:-1], value.shape[-1]), max(query.shape[-1], value.shape[-1])
+
+    def as_kernels_take(one: torch.Tensor) -> torch.Tensor:
+        one = one.reshape(*[1] * (4 - one.ndim), *one.shape) if one.ndim < 4 else one.flatten(0, one.ndim - 4)
+        if one.shape[-1] < width:
+            return F.pad(one, (0, width - one.shape[-1]))
+        return one if one.stride(-1) == 1 else one.contiguous()
+
+    query, key, value = map(as_kernels_take, (query, key, value))
+    return F.scaled_dot_product_attention(query, key, value, scale=scale)[..., : shape[-1]].reshape(shape)
+
+
 def gather(field: torch.Tensor) -> torch.Tensor:
     """Return the whole field as it is."""
     return field
@@ -183,7 +202,7 @@ def _int64(value: int) -> int:
 
 _FUNCTIONS: tuple[Callable[..., Any], ...] = (
     *(class_weights, field_sum, field_max, field_bins, moments, grouped, average, variance, blended, normalise),
-    *(gather, item, positions, seed, uniform),
+    *(attention, gather, item, positions, seed, uniform),
 )
 _OWN = {f"gigagrad.{own.__name__}": own for own in _FUNCTIONS}
 """Their arguments are those that have no default: the others say where a crop lies, which only a row knows."""

@@ -15,13 +15,32 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import flop_registry
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from gigagrad.allowances import LANES, MAPPED_BYTES
 from gigagrad.graphs.sizes import CallRecorder
 
 _REORDERING = frozenset({torch.ops.aten.convolution, torch.ops.aten.convolution_backward})
 """Operators whose kernels copy what they read and write into a layout of their own."""
+
+
+def _attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any) -> int:
+    return int(sdpa_flop_count(query.shape, key.shape, value.shape))  # type: ignore[no-untyped-call]
+
+
+def _attention_backward(
+    cotangent: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any
+) -> int:
+    found = sdpa_backward_flop_count(cotangent.shape, query.shape, key.shape, value.shape)  # type: ignore[no-untyped-call]
+    return int(found)
+
+
+_FLOPS: dict[Any, Callable[..., int]] = {
+    **flop_registry,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
+}
+"""Floating point operations by operator: PyTorch's own counts leave out the attention that processors compute."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +135,7 @@ class _Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._compiled += 2 if packet is torch.ops.aten.convolution_backward else 1
         self._peak = max(self._peak, self._now + (reordered if packet in _REORDERING else 0))
         if fresh or func._schema.is_mutable:
-            count: Callable[..., int] | None = flop_registry.get(packet)
+            count = _FLOPS.get(packet)
             self._operators.append((moved, 0 if count is None else count(*args, **kwargs, out_val=result)))
         return result
 

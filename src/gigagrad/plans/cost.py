@@ -24,6 +24,9 @@ from gigagrad.plans.segments import Segment
 
 _GRADIENT = 2
 """An operator's vector-Jacobian product, in forwards."""
+_OF_ATTENTION = 2.5
+"""That of attention which holds no matrix of all pairs: its scores are computed again."""
+_ATTENTION = frozenset({"gigagrad.attention", "aten.scaled_dot_product_attention.default"})
 _REORDERED = 3
 """Times that weights are moved which the library reorders for itself: read, written and read again."""
 _BYTES_OF_A_SUM = 6
@@ -155,9 +158,10 @@ class Costs:
             if node.whole and node.op != GATHER:
                 moved = node.nbytes + sum(graph[i].nbytes for i in set(node.operands))
                 once = self._machine.operator_seconds(moved, self._flops_of(node))
-                times = 1 + _GRADIENT * (backward and node.differentiable)
+                gradient = _OF_ATTENTION if node.op in _ATTENTION else _GRADIENT
+                times = 1 + gradient * (backward and node.differentiable)
                 seconds += once * times
-                mapped += times * node.nbytes if node.nbytes >= MAPPED_BYTES else 0
+                mapped += round(times * node.nbytes) if node.nbytes >= MAPPED_BYTES else 0
         pages = self._machine.block_seconds(mapped) if on_host else 0.0
         return self._machine.wall_seconds(seconds, 0, 1, 1) + pages  # all threads share each of them
 

@@ -15,9 +15,9 @@ from gigagrad.graphs.builder import ON_FIELDS, STRUCTURE, Builder
 from gigagrad.graphs.graph import EACH, IMAGE_AXES, Axes, Patches, Ref, references
 from gigagrad.graphs.op_rules import NoPixels, NotTileable, lookup
 from gigagrad.graphs.ops.each import takes_apart
-from gigagrad.graphs.rewrites import random, reductions, structure
+from gigagrad.graphs.rewrites import attention, random, reductions, structure
 
-__all__ = ["lower", "random", "reductions", "structure"]
+__all__ = ["attention", "lower", "random", "reductions", "structure"]
 
 
 def lower(builder: Builder, op: str, arguments: dict[str, Any], *, whole: bool = False) -> Any:
