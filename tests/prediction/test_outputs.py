@@ -57,7 +57,7 @@ def test_every_output_is_of_one_kind_and_has_a_file_of_its_own():
     others = [output for name, output in OUTPUTS.items() if name != "attention"]  # of a bag, no image
     assert all((output.sink is None) != (output.write is None) for output in others)
     names = [name for form in FORMATS for name in file_names("a", form).values()]
-    assert len(set(names)) == len(FORMATS) * 3 + 5
+    assert len(set(names)) == len(FORMATS) * 3 + 6
     assert not any("/" in suffix for suffix in FORMATS.values())
     assert list(OUTPUTS) == list(PLACES)
 
@@ -73,6 +73,13 @@ def test_the_table_of_instances(predicted, tmp_path):
     assert float(tumour["area_um2"]) == (50 * 80 - 20 * 40) * 0.25
     assert [float(stroma[side]) for side in ("x0", "y0", "x1", "y1")] == [0, 210, 60, 270]
     assert (float(stroma["centroid_x"]), float(stroma["centroid_y"])) == (30, 240)
+
+
+def test_the_graph_is_of_the_regions(predicted, tmp_path):
+    with np.load(written("graph", predicted, tmp_path)) as graph:
+        assert graph["y_names"][np.searchsorted(graph["y_ids"], graph["y"])].tolist() == ["Tumour", 'Stroma "\u00b5"']
+        assert graph["pos"].tolist()[1] == [30, 240]
+        assert graph["x"][:, 0].tolist() == [50 * 80 - 20 * 40, 600]
 
 
 def test_a_slide_of_unknown_resolution_has_no_areas_in_micrometres(predicted, tmp_path):
@@ -128,6 +135,8 @@ def test_an_empty_mask_makes_empty_outputs(tmp_path):
     mask = open_image(np.zeros((1, 7), np.uint8))
     empty = Predicted(open_image(np.zeros((3, 1, 7), np.uint8)), mask, trace(mask, ()), (), None)
     assert len(written("instances", empty, tmp_path).read_text().splitlines()) == 1
+    with np.load(written("graph", empty, tmp_path)) as graph:
+        assert graph["edge_index"].shape == (2, 0)
     with closing(sqlite3.connect(written("tiatoolbox", empty, tmp_path))) as store:
         assert store.execute("SELECT count(*) FROM annotations").fetchone() == (0,)
 

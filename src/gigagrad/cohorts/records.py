@@ -22,6 +22,7 @@ PLACES: Final[dict[str, tuple[str, str | None]]] = {
     "geojson": ("geojson", ".geojson"),
     "overlay": ("overlays", ".png"),
     "instances": ("instances", ".csv"),
+    "graph": ("graphs", ".npz"),
     "tiatoolbox": ("tiatoolbox", ".db"),
     "labelmap": ("labelmaps", None),
     "attention": ("attention", ""),

@@ -29,8 +29,9 @@ class PredictConfig(Settings):
         out: output folder; gets a folder for each of `outputs` and `predictions.json`, or, of a model that gives
             scores of whole slides, `slides.csv` and `predictions.json`.
         outputs: what to write of each slide: mask (always), probabilities, geojson (of QuPath), overlay, instances (a
-            CSV of regions), tiatoolbox (its annotation store), labelmap (nnU-Net's ids of regions); of a model of bags
-            attention (of each patch: a pyramid, QuPath's GeoJSON, pictures).
+            CSV of regions), graph (regions and their neighbours, for graph networks), tiatoolbox (its annotation
+            store), labelmap (nnU-Net's ids of regions); of a model of bags attention (of each patch: a pyramid,
+            QuPath's GeoJSON, pictures).
         format: of masks and probabilities: tiff, ome-tiff, cog (of GDAL) or ome-zarr.
         memory: peak memory the process may use, e.g. "1 GiB"; None leaves the choice to the engine.
         scratch: an existing folder for what does not fit in `memory`; None: it is computed again.
@@ -98,7 +99,10 @@ class PredictConfig(Settings):
         "least_tissue": (0, 1),
     }
     CHOICES: ClassVar = {
-        "outputs": ("mask", "probabilities", "geojson", "overlay", "instances", "tiatoolbox", "labelmap", "attention"),
+        "outputs": (
+            *("mask", "probabilities", "geojson", "overlay", "instances", "graph", "tiatoolbox", "labelmap"),
+            "attention",
+        ),
         "tissue": (None, *TISSUE),
         "format": ("tiff", "ome-tiff", "cog", "ome-zarr"),
         "split": (None, *SPLITS),

@@ -7,6 +7,7 @@ from gigagrad.images.image import Image
 from gigagrad.images.layout import MaskClass
 from gigagrad.images.opening import open_image
 from gigagrad.images.pixels import Level
+from gigagrad.images.regions import Regions, fill_holes, find_regions
 from gigagrad.images.synthetic import make_cohort, make_slide
 from gigagrad.images.thumbnails import thumbnail
 from gigagrad.images.tissue import PAPER_RECIPE, Recipe, label_image, tissue_mask, write_label
@@ -22,6 +23,9 @@ __all__ = [
     "Level",
     "MaskClass",
     "Recipe",
+    "Regions",
+    "fill_holes",
+    "find_regions",
     "label_image",
     "make_cohort",
     "make_slide",

@@ -31,6 +31,8 @@ from gigagrad.errors import ConfigError, ImageError
 from gigagrad.images.georeference import geotiff_tags
 from gigagrad.images.image import Image
 from gigagrad.images.pixels import LUMA_BT601, Array
+from gigagrad.images.regions import fill_holes
+from gigagrad.images.views import ArrayImage
 from gigagrad.images.write import write_pyramid
 
 if TYPE_CHECKING:
@@ -115,7 +117,8 @@ def clean(plane: NDArray[np.uint8], recipe: Recipe) -> NDArray[np.uint8]:
     smooth = _counts(plane > 0, recipe.median, None) * 2 > recipe.median**2
     eroded = _counts(smooth, recipe.erode, True) == recipe.erode**2
     dilated = _counts(eroded, recipe.dilate, False) > 0
-    return (~_reached_from_border(dilated)).astype(np.uint8)
+    filled = fill_holes(ArrayImage(dilated.astype(np.uint8)))
+    return np.asarray(filled.read(Box.whole(*dilated.shape))[0], np.uint8)
 
 
 def _counts(inside: NDArray[np.bool_], side: int, beyond: bool | None) -> NDArray[np.uint32]:
@@ -130,26 +133,6 @@ def _counts(inside: NDArray[np.bool_], side: int, beyond: bool | None) -> NDArra
     for k in range(side):
         counts += rows[:, k : k + width]
     return counts
-
-
-def _reached_from_border(tissue: NDArray[np.bool_]) -> NDArray[np.bool_]:
-    """Find the background that steps in four directions lead to: down and up the rows, until none is added."""
-    tissue = np.pad(tissue, 1)
-    height, width = tissue.shape
-    reached = np.zeros(tissue.shape, bool)
-    reached[0] = True
-    before = 0
-    while (count := int(np.count_nonzero(reached))) > before:
-        before = count
-        for rows, back in ((range(1, height), -1), (range(height - 2, -1, -1), 1)):
-            for y in rows:
-                free = ~tissue[y]
-                # Of a run of background, every pixel has the same number of tissue pixels to its left.
-                run = np.cumsum(tissue[y])
-                runs = np.zeros(width + 1, bool)
-                runs[run[free & (reached[y] | reached[y + back])]] = True
-                reached[y] = free & runs[run]
-    return reached[1:-1, 1:-1]
 
 
 def block_means(pixels_HWC: Array, step: int) -> NDArray[np.uint8]:

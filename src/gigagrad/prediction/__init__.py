@@ -6,6 +6,7 @@ from gigagrad.config.predict import PredictConfig
 from gigagrad.prediction.embed import Embedded, embed
 from gigagrad.prediction.encoding import Encoder
 from gigagrad.prediction.features import Features, features_of, open_features
+from gigagrad.prediction.graphs import TissueGraph, patch_edges, smooth_scores, tissue_graph, write_graph
 from gigagrad.prediction.predict import predict
 from gigagrad.prediction.scores import Confusion, Evaluation, Score, evaluate, mean_sd, score_masks
 from gigagrad.prediction.slide_scores import SlideEvaluation
@@ -21,11 +22,16 @@ __all__ = [
     "Score",
     "SlideEvaluation",
     "SlideResult",
+    "TissueGraph",
     "embed",
     "evaluate",
     "features_of",
     "mean_sd",
     "open_features",
+    "patch_edges",
     "predict",
     "score_masks",
+    "smooth_scores",
+    "tissue_graph",
+    "write_graph",
 ]

@@ -25,6 +25,7 @@ from gigagrad.images import Image, MaskClass, write_pyramid
 from gigagrad.images.georeference import geotiff_tags
 from gigagrad.masks import IGNORED, LabelMap
 from gigagrad.prediction.classes import Channels
+from gigagrad.prediction.graphs import tissue_graph, write_graph
 from gigagrad.prediction.outlines import draw_overlay, layers, write_overlay
 from gigagrad.prediction.polygons import Traced, write_annotations, write_geojson, write_instances
 
@@ -175,6 +176,11 @@ def _instances(path: Path, predicted: Predicted) -> None:
     write_instances(path, predicted.traced, path.stem, predicted.scale, predicted.slide.mpp)
 
 
+def _graph(path: Path, predicted: Predicted) -> None:
+    slide = predicted.slide.filled()
+    write_graph(path, tissue_graph(predicted.mask, predicted.classes, seen=slide, scale=predicted.scale))
+
+
 def _tiatoolbox(path: Path, predicted: Predicted) -> None:
     write_annotations(path, predicted.traced, path.stem, predicted.scale)
 
@@ -185,6 +191,7 @@ OUTPUTS: Final[dict[str, Output]] = {
     "geojson": Output(write=_geojson),
     "overlay": Output(write=_overlay),
     "instances": Output(write=_instances),
+    "graph": Output(write=_graph),
     "tiatoolbox": Output(write=_tiatoolbox),
     "labelmap": Output(write=_label_map),
     "attention": Output(),
