@@ -72,6 +72,7 @@ def test_several_images_and_masks_of_a_row(folder):
     [
         ("slide,slide:ihc,split", "a.tif,,train", "line 2: the slide:ihc is empty"),
         ("slide,slide:ihc,split", "a.tif,none.tif,train", r"line 2: .*none\.tif does not exist"),
+        ("slide,slide2,split", "a.tif,a.tif,train", "unknown column 'slide2'; a further slide is called slide:2"),
         ("slide,mask:a,mask:b,split", "a.tif,m.tif,,train", "line 2: the mask:b is empty"),
         ("slide,mask,mask:b,split", "a.tif,m.tif,m.tif,train", "line 1: of several masks each is of a label"),
         ("slide,mask:a,mask:a,split", "a.tif,m.tif,m.tif,train", "line 1: there are two columns 'mask:a'"),

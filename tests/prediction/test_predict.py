@@ -150,8 +150,8 @@ def test_a_further_output_is_made_of_the_mask_or_in_another_sweep(config, use, t
     predict(config())
     overlay = os.stat(tmp_path / "out/overlays/small.png").st_mtime_ns
     heard: list[Any] = []
-    (result,) = predict(config(outputs=("instances", "tiatoolbox")), (heard.append,))
-    assert list(result.files) == ["mask", "geojson", "overlay", "instances", "tiatoolbox"]
+    (result,) = predict(config(outputs=("instances", "graph", "tiatoolbox")), (heard.append,))
+    assert list(result.files) == ["mask", "geojson", "overlay", "instances", "graph", "tiatoolbox"]
     assert not any(isinstance(event, TileDone) for event in heard)
     assert os.stat(tmp_path / "out/overlays/small.png").st_mtime_ns == overlay
     assert predict(config()) == (result,)
@@ -159,7 +159,7 @@ def test_a_further_output_is_made_of_the_mask_or_in_another_sweep(config, use, t
     (result,) = predict(config(outputs=("probabilities",)), (heard.append,))
     assert any(isinstance(event, TileDone) for event in heard)
     assert files_in(tmp_path / "out") == sorted([*result.files.values(), "predictions.json", "records/small.json"])
-    assert len(result.files) == 6
+    assert len(result.files) == 7
     features = json.loads((tmp_path / "out" / result.files["geojson"]).read_text())["features"]
     with (tmp_path / "out" / result.files["instances"]).open(newline="", encoding="utf-8") as file:
         measured = [float(row["mean_probability"]) for row in csv.DictReader(file)]

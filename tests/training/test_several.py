@@ -33,6 +33,9 @@ def networks(tmp_path, monkeypatch):
         "class Six(Labels):\n"
         "    def __init__(self):\n"
         "        super().__init__(6, 1)\n"
+        "class Stains(Six):\n"
+        "    def forward(self, image):\n"
+        "        return self.convolution((image - 150.0) / 60)\n"
     )
     monkeypatch.chdir(tmp_path)
     return "networks_of_test_several"
@@ -139,6 +142,41 @@ def test_channels_of_several_images(config, networks, cohort_csv, tmp_path):
     first, second = (after - before).split(3, dim=1)
     torch.testing.assert_close(first, second, rtol=1e-3, atol=1e-7)
     assert float(first.abs().max()) > 1e-3
+
+
+def stained(folder, name, seed, side=64):
+    """Write nuclei of which half are dark in either stain, the second one at half the resolution, and those in both."""
+    draw = np.random.default_rng(seed)
+    cells = np.kron(draw.integers(0, 2, (2, side // 8, side // 8)), np.ones((8, 8), int))
+    stains = {"he": cells[0], "ihc": cells[1, ::2, ::2]}
+    for stain, dark in stains.items():
+        pixels = (210 - 120 * dark[..., None] + draw.normal(0, 15, (*dark.shape, 3))).clip(0, 255).astype(np.uint8)
+        tifffile.imwrite(folder / f"{name}-{stain}.tif", pixels, tile=(32, 32), photometric="rgb")
+    tifffile.imwrite(folder / f"{name}-mask.tif", cells.all(axis=0).astype(np.uint8), tile=(32, 32))
+
+
+def test_two_stains_show_what_neither_does_alone(config, networks, tmp_path):
+    """Trained, predicted and evaluated of a cohort, the second stain at half the resolution."""
+    splits = ["train", "train", "val", "test"]
+    for number in range(len(splits)):
+        stained(tmp_path, number, number)
+    settings = replace(config, model=f"{networks}:Stains", loss="bce_dice", epochs=14, learning_rate=0.1)
+    dice, trust = {}, (settings.model,)
+    for stains in (("he", "ihc"), ("he", "he"), ("ihc", "ihc")):
+        rows = [
+            f"{number}-{stains[0]}.tif,{number}-{stains[1]}.tif,{number}-mask.tif,{split}"
+            for number, split in enumerate(splits)
+        ]
+        slides, out = tmp_path / f"{'-'.join(stains)}.csv", str(tmp_path / "-".join(stains))
+        slides.write_text("\n".join(["slide,slide:ihc,mask,split", *rows]))
+        dice[stains] = np.mean(list(fit(replace(settings, slides=str(slides), out=out)).scores.values()))
+        if stains == ("he", "ihc"):
+            made = predict(PredictConfig(run=out, slides=(slides,), out=tmp_path / "out", split="test", trust=trust))
+            assert [slide.dice for slide in made] == pytest.approx([dice[stains]])
+            of_model = evaluate_model(out, slides, split="test", trust=trust)
+            assert of_model.dice[0] == pytest.approx(dice[stains])
+    assert dice["he", "ihc"] > 0.8
+    assert max(dice["he", "he"], dice["ihc", "ihc"]) < 0.7
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,8 @@
 
 and, where there are several images of each place or several labels of each pixel,
 
-    slide:NAME  a further image, registered to the slide: its channels follow the slide's (a stain, a band)
+    slide:NAME  a further image, registered to the slide, at any resolution: its channels follow the slide's (a stain,
+                a band)
     mask:NAME   (instead of `mask`) the mask of one label; the labels are those of the columns, in their order
 
 Columns may have the names that other tools give them (`_ALIASES`; CLAM's `slide_id`, TRIDENT's `wsi`). Only `slide` is
@@ -76,6 +77,7 @@ _SPLIT_WORDS: Final[dict[str, Split]] = {
 _YES: Final = ("1", "1.0", "true", "yes", "dead", "deceased")
 _NO: Final = ("0", "0.0", "false", "no", "alive", "living")
 _SPLIT_FILE = re.compile(r"splits_(\d{1,4})\.csv")
+_NUMBERED = re.compile(r"(slide|mask)[ _-]?(\d+)")
 _MISSPELT = 0.8
 """From this ratio on, a further column's name is taken for a misspelt one of ours."""
 
@@ -239,6 +241,9 @@ def _columns(path: Path, names: Sequence[str]) -> tuple[str, ...]:
             if ours not in columns and SequenceMatcher(None, column, ours).ratio() >= _MISSPELT:
                 raise ConfigError(f"{path} line 1: unknown column {column[:80]!r}, did you mean {ours!r}?")
     for column in columns:
+        if numbered := _NUMBERED.fullmatch(column):
+            kind, number = numbered.groups()
+            raise ConfigError(f"{path} line 1: unknown column {column!r}; a further {kind} is called {kind}:{number}")
         if columns.count(column) > 1 and column.partition(":")[0] in _ALIASES:
             raise ConfigError(f"{path} line 1: there are two columns {column!r}; keep one")
     if "mask" in columns and columns_of("mask", columns) != ["mask"]:

@@ -22,7 +22,7 @@ from gigagrad.images.openslide import open_openslide
 from gigagrad.images.pixels import Array, choose_level, in_our_words
 from gigagrad.images.stream_check import Jpeg, check_png, png_size
 from gigagrad.images.tiff import open_tiff
-from gigagrad.images.views import ArrayImage, Stacked, TensorImage
+from gigagrad.images.views import ArrayImage, Registered, Stacked, TensorImage, at_another_resolution
 from gigagrad.images.zarr import from_array, is_zarr, open_zarr
 from gigagrad.units import format_bytes
 
@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     import torch
     import zarr
 
+_SAME_EXTENT = 1.05
+"""Registered images say that they are as wide as each other, up to this factor."""
 _LARGEST_PICTURE_PX = 2**26  # 8192 x 8192: 192 MiB of RGB
 _LARGEST_PICTURE_BYTES = 2**29  # as many pixels of 8 bytes
 _PNG, _JPEG = b"\x89PNG\r\n\x1a\n", b"\xff\xd8\xff"
@@ -50,7 +52,8 @@ def open_image(source: Source | Sequence[Source], *, level: int = 0, mpp: float 
         source: a path (TIFF and SVS, anything OpenSlide reads, a folder of DICOM instances, OME-TIFF, a Zarr array or
             OME-Zarr folder, PNG, JPEG), a NumPy array or tensor `(C, H, W)` or `(H, W)`, a zarr.Array, or an `Image`,
             which is returned as it is. Of several in a list or tuple, the channels follow each other: stains of one
-            section, bands in files of their own, all of one size and dtype.
+            section, bands in files of their own, registered and of one dtype. Those of another resolution get the size
+            of the first: each pixel is the nearest one of their level that is nearest in size.
         level: which resolution; 0 is the largest.
         mpp: micrometres per pixel **of level 0**, overriding what the file says; `Image.mpp` is the chosen level's.
 
@@ -81,10 +84,33 @@ def _open_several(sources: Sequence[Source], level: int, mpp: float | None) -> I
     if not sources:
         raise ImageError("got an empty list of images; name one or more")
     with ExitStack() as opened:
-        images = [opened.enter_context(open_image(source, level=level, mpp=mpp)) for source in sources]
-        image = images[0] if len(images) == 1 else Stacked(images)
+        first = opened.enter_context(open_image(sources[0], level=level, mpp=mpp))
+        images = [first]
+        for source in sources[1:]:
+            own = level if isinstance(source, Image) else 0
+            further = opened.enter_context(open_image(source, level=own, mpp=mpp))
+            shapes = further.levels[0].shape, first.levels[0].shape
+            if isinstance(further.dtype, np.dtype) and at_another_resolution(*shapes):
+                if mpp is None:
+                    _check_extents(first, further)
+                further = opened.enter_context(Registered(further, first.levels, first._level))
+            elif level:
+                with further:
+                    further = opened.enter_context(further.at_level(level))
+            images.append(further)
+        image = first if len(images) == 1 else Stacked(images)
         opened.pop_all()
     return image
+
+
+def _check_extents(first: Image, other: Image) -> None:
+    """Raise `ImageError` where both say how large they are, and that differs."""
+    sizes = [image.mpp * image.width / 1000 for image in (first, other) if image.mpp is not None]
+    if len(sizes) == 2 and max(sizes) > _SAME_EXTENT * min(sizes):
+        raise ImageError(
+            f"{first.name} is {sizes[0]:.3g} mm wide and {other.name} {sizes[1]:.3g} mm by what they say of their "
+            "pixels; images of one place must be registered: export the same part of both, or give their --mpp"
+        )
 
 
 def _open_path(path: Path, level: int, mpp: float | None, *, ids: bool = False) -> Image:

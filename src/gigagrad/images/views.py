@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from gigagrad.boxes import Box, Span, tiles
 from gigagrad.errors import ImageError
-from gigagrad.images.image import Image
-from gigagrad.images.pixels import Array, Pixels, as_slice, fill_of
+from gigagrad.images.image import Image, View
+from gigagrad.images.pixels import Array, Level, Pixels, as_slice, fill_of
 
 if TYPE_CHECKING:
     import torch
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
     from gigagrad.images.georeference import Georeference
 
 _MOST_CHANNELS_OF_BYTES = 32
+_ANOTHER_RESOLUTION: Final = 1.1
+"""From this factor on, a picture of another size is of another resolution; below it, of another part of the slide."""
 _BLOCK_PX = 2048
 """Side of the blocks in which the source is resampled, in its own pixels: a few MB each."""
 
@@ -102,7 +105,7 @@ class Stacked(Image):
 
     Name and mpp are the first one's, levels those that all have. Outside it is what each image is there. Closing it
     closes them all. Raises `ImageError` for images that differ in size, at this level or at level 0, in dtype, or in
-    the value of no data.
+    the value of no data. `Registered` gives an image of another resolution the size of the first.
     """
 
     def __init__(self, images: Sequence[Image]) -> None:
@@ -111,7 +114,8 @@ class Stacked(Image):
             if [_size(other), other.levels[0].shape] != [_size(first), first.levels[0].shape]:
                 raise ImageError(
                     f"{first.name} is {_size(first)} and {other.name} {_size(other)}; images of one place must be "
-                    "registered, of one size and dtype and alike where they hold no data"
+                    "registered, show the same part at whatever resolution, and be of one dtype and alike where they "
+                    "hold no data"
                 )
         levels = tuple(level for level in first.levels if all(_at(image, level.shape) is not None for image in images))
         names = tuple(name for image in images for name in image.channel_names or ("",) * image.channels)
@@ -185,23 +189,36 @@ class Resampled(Image):
     """
 
     def __init__(
-        self, image: Image, height: int, width: int, part: Box | None = None, full: tuple[int, int] = (1, 1)
+        self,
+        image: Image,
+        height: int,
+        width: int,
+        part: Box | None = None,
+        full: tuple[int, int] = (1, 1),
+        **described: Any,
     ) -> None:
+        mpp = None if image.mpp is None or part is not None else image.mpp * image.height / height
         super().__init__(
             shape=(image.channels, height, width),
             dtype=image.dtype,
             name=image.name,
             fill=image.fill,
-            mpp=None if image.mpp is None or part is not None else image.mpp * image.height / height,
             cache_bytes=image.cache_bytes,
             thread_bytes=image.thread_bytes + image.channels * _BLOCK_PX**2,
             decode_seconds=image.decode_seconds,
+            **{"mpp": mpp} | described,
         )
         self._image = image
         self._part, self._full = part or Box.whole(*full), full
 
     def _read_inside(self, box: Box) -> Array:
         pixels = np.asarray(self._blank(*box.shape))
+        for at, source, rows, columns in self._pieces(box):
+            pixels[:, *at] = np.asarray(self._image.read(source))[:, rows, columns]
+        return pixels
+
+    def _pieces(self, box: Box) -> Iterator[tuple[tuple[slice, slice], Box, _Places, _Places]]:
+        """Yield what of `box` is made of which box of `image`, and of which of its rows and columns."""
         side_y = max(1, _BLOCK_PX * self.height // self._image.height)
         side_x = max(1, _BLOCK_PX * self.width // self._image.width)
         for part in tiles(*box.shape, side_y, side_x):
@@ -209,16 +226,75 @@ class Resampled(Image):
             columns = _nearest(part.x.shift(box.x0), self._image.width, self.width, self._part.x, self._full[1])
             # What lies outside of the source is its fill.
             source = Box(int(rows[0]), int(columns[0]), int(rows[-1]) + 1, int(columns[-1]) + 1)
-            read = np.asarray(self._image.read(source))
-            at = (slice(None), slice(part.y0, part.y1), slice(part.x0, part.x1))
-            pixels[at] = read[:, rows[:, None] - source.y0, columns[None] - source.x0]
-        return pixels
+            at = (slice(part.y0, part.y1), slice(part.x0, part.x1))
+            yield at, source, rows[:, None] - source.y0, columns[None] - source.x0
 
     def _release(self) -> None:
         self._image.close()
 
 
-def _nearest(span: Span, source: int, size: int, part: Span, full: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+class Registered(Resampled):
+    """An image of the same place at another resolution, on the pixels of `levels[level]`: the nearest ones of its own
+    level that is nearest in size. Closing it closes `image`.
+    """
+
+    def __init__(self, image: Image, levels: tuple[Level, ...], level: int = 0) -> None:
+        height, width = levels[level].shape
+        sizes = [abs(math.log(each.shape[0] / height)) for each in image.levels]
+        chosen = sizes.index(min(sizes))
+        self._given = image
+        super().__init__(
+            image if image.levels[chosen].shape == image.shape[1:] else image.at_level(chosen),
+            height,
+            width,
+            mpp=None,
+            nodata=image.nodata,
+            channel_names=image.channel_names,
+            levels=levels,
+            level=level,
+            open_level=partial(_registered_at, image, levels),
+        )
+
+    def missing(self, box: Box) -> NDArray[np.bool_] | None:
+        gaps = np.zeros(box.shape, bool)
+        inside = box.clamp(self.height, self.width)
+        for at, source, rows, columns in self._pieces(inside) if not inside.empty else ():
+            if (found := self._image.missing(source)) is not None:
+                gaps[inside.y0 - box.y0 :, inside.x0 - box.x0 :][at] = found[rows, columns]
+        return gaps if gaps.any() else None
+
+    @property
+    def missing_bytes(self) -> int:
+        return self._image.missing_bytes
+
+    def _release(self) -> None:
+        super()._release()
+        self._given.close()
+
+
+def _registered_at(image: Image, levels: tuple[Level, ...], level: int) -> Image:
+    return Registered(_Borrowed(image) if image._open_level is None else image.at_level(0), levels, level)
+
+
+class _Borrowed(View):
+    """An image that stays open when this is closed."""
+
+    def _read_inside(self, box: Box) -> Pixels:
+        return self._image.read(box)
+
+
+def at_another_resolution(one: tuple[int, int], other: tuple[int, int]) -> bool:
+    """Return whether pictures of these `(height, width)` can be the same one at another resolution."""
+    ratios = [of_other / of_one for of_other, of_one in zip(other, one, strict=True)]
+    # The coarser of both was rounded by up to a pixel; at nearly the same size, a pixel more is another picture.
+    slack = 1 / min(*one, *other)
+    return abs(ratios[0] / ratios[1] - 1) <= slack and max(ratios[0], 1 / ratios[0]) >= _ANOTHER_RESOLUTION
+
+
+_Places = NDArray[np.int64]
+
+
+def _nearest(span: Span, source: int, size: int, part: Span, full: int) -> _Places:
     """Find the pixels of an axis of `source` pixels, which are those of `part` of `full` ones, at the centres of `span`
     of the same axis in `size` pixels."""
     twice = 2 * np.arange(span.start, span.stop, dtype=np.int64) + 1

@@ -20,7 +20,7 @@ from gigagrad.images import Image
 from gigagrad.images.image import View
 from gigagrad.images.opening import open_ids
 from gigagrad.images.pixels import Array
-from gigagrad.images.views import Resampled, Stacked
+from gigagrad.images.views import Resampled, Stacked, at_another_resolution
 from gigagrad.masks.annotations import is_annotation_file, read_annotations
 from gigagrad.masks.classes import IGNORED, ClassTable, is_ignored
 from gigagrad.masks.outlines import AnnotationMask, Outlines, in_pixels, overlaps, span
@@ -29,8 +29,6 @@ if TYPE_CHECKING:
     import torch
 
 _SIGNED: Final = {"uint16": "int32", "uint32": "int64", "uint64": "int64"}
-_ANOTHER_RESOLUTION = 1.1
-"""From this factor on, a mask of another size is of another resolution; below it, of another part of the slide."""
 
 
 Source: TypeAlias = "str | Path | Outlines | Image | Array | torch.Tensor"
@@ -191,8 +189,8 @@ def _at_size_of(slide: Image, mask: Image, name: str | Path) -> Image:
             with mask:
                 return mask.at_level(level)
     full, bounds = mask.levels[0].shape, slide.bounds
-    whole, of_a_level = _shows(full, slide.shape[1:]), any(level.shape == full for level in slide.levels)
-    if bounds is not None and (full == bounds.shape or (not of_a_level and _shows(full, bounds.shape))):
+    whole, of_a_level = at_another_resolution(full, slide.shape[1:]), any(level.shape == full for level in slide.levels)
+    if bounds is not None and (full == bounds.shape or (not of_a_level and at_another_resolution(full, bounds.shape))):
         if whole:
             mask.close()
             raise TargetError(
@@ -208,14 +206,6 @@ def _at_size_of(slide: Image, mask: Image, name: str | Path) -> Image:
             "must show the same part of the slide, at whatever resolution"
         )
     return Resampled(mask, slide.height, slide.width)
-
-
-def _shows(mask: tuple[int, int], slide: tuple[int, int]) -> bool:
-    """Return whether a mask of this size can be the same picture at another resolution."""
-    ratios = [of_slide / of_mask for of_slide, of_mask in zip(slide, mask, strict=True)]
-    # The coarser of both was rounded by up to a pixel; at nearly the same size, a pixel more is another picture.
-    slack = 1 / min(*mask, *slide)
-    return abs(ratios[0] / ratios[1] - 1) <= slack and max(ratios[0], 1 / ratios[0]) >= _ANOTHER_RESOLUTION
 
 
 class Labels(Image):
