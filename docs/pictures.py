@@ -1,4 +1,4 @@
-"""Draw the pictures of docs/how-it-works: `python docs/pictures.py` writes them into docs/images."""
+"""Draw the pictures of docs/how-it-works and of a graph: `python docs/pictures.py` writes them into docs/images."""
 
 from __future__ import annotations
 
@@ -7,8 +7,16 @@ from pathlib import Path
 
 import matplotlib as mpl
 import matplotlib.pyplot as plt
+import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.colors import ListedColormap
 from matplotlib.patches import FancyArrowPatch, FancyBboxPatch, Rectangle
+from PIL import Image
+from scipy.ndimage import gaussian_filter
+
+from gigagrad.images import open_image
+from gigagrad.masks.classes import mask_classes
+from gigagrad.prediction import tissue_graph
 
 IMAGES = Path(__file__).parent / "images"
 INK, LINE, TILE, HALO, OTHER = "#1b2733", "#7a8894", "#f2b134", "#8fc1e3", "#e9eef2"
@@ -114,7 +122,30 @@ def segments() -> None:
     save(axes, "segments.svg")
 
 
+def graph() -> None:
+    """A mask of glands and vessels, and the graph of its regions."""
+    noise = gaussian_filter(np.random.default_rng(5).standard_normal((160, 320)), 6)
+    mask = np.select([noise > 0.035, noise < -0.045], [1, 2], 0).astype(np.uint8)
+    found = tissue_graph(open_image(mask), mask_classes(2, ["gland", "vessel"]), min_area_px=20)
+    axes = plt.subplots(figsize=(8, 4), layout="constrained")[1]
+    axes.imshow(mask, cmap=ListedColormap(["white", "#fbe3b4", "#cfe4f3"]), interpolation="nearest")
+    for start, stop in found.edge_index.T[: found.edge_index.shape[1] // 2]:
+        axes.plot(*found.pos[[start, stop]].T - 0.5, color=LINE, linewidth=0.8)
+    for kind, colour in ((1, TILE), (2, "#2f7fb8")):
+        own = found.y == kind
+        sizes = found.x[own, 0] ** 0.5 * 3
+        axes.scatter(*found.pos[own].T - 0.5, s=sizes, color=colour, edgecolor=INK, linewidth=0.6, zorder=3)
+    axes.axis("off")
+    path = IMAGES / "graph.png"
+    axes.figure.savefig(path, dpi=110)
+    plt.close(axes.figure)
+    with Image.open(path) as picture:
+        few = picture.convert("RGB").quantize(64)
+    few.save(path, optimize=True)
+
+
 if __name__ == "__main__":
     tiles()
     sums()
     segments()
+    graph()

@@ -108,7 +108,7 @@ class Regions(Image):
         self._row = mask.width + 1
         rows = max(1, _BAND_PX // (self._row * (1 if seen is None else seen.channels)))
         self._rows = rows // _BAND_ROWS * _BAND_ROWS or rows
-        self._dtype, self._starts = np.asarray(mask.read(Box.whole(1, 1))).dtype, list[int]()
+        self.mask_dtype, self._starts = np.asarray(mask.read(Box.whole(1, 1))).dtype, list[int]()
         self._last: tuple[int, Runs, Ints] | None = None
         self._measure(seen, min_area_px)
 
@@ -172,7 +172,7 @@ class Regions(Image):
 
     def _runs(self, band: Box) -> Runs:
         """Find the runs of a band; of holes those of 0, whose value is that of the pixel before them."""
-        rows = np.zeros((band.height, self._row), self._dtype)
+        rows = np.zeros((band.height, self._row), self.mask_dtype)
         rows[:, -1] = self._holes  # which ends the runs of each row
         for part in tiles(band.height, band.width, band.height, _READ_WIDTH):
             rows[:, part.x0 : part.x1] = np.asarray(self._mask.read(part.shift(band.y0, 0)))[0]
@@ -282,7 +282,7 @@ class FilledHoles(View):
         self._holes = Regions(mask, None, corners=False, min_area_px=1, holes=True)
         small = self._holes.areas <= (self._holes.areas if max_area_px is None else max_area_px)
         self._values = np.concatenate(([0], np.where(small, self._holes.values, 0)))
-        super().__init__(mask)
+        super().__init__(mask, dtype=self._holes.mask_dtype)
 
     def _read_inside(self, box: Box) -> Array:
         pixels = np.asarray(self._image.read(box))
