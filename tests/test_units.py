@@ -80,13 +80,14 @@ def test_what_is_no_size(text):
 
 
 @pytest.mark.parametrize(
-    ("text", "seconds"), [("50us", 50e-6), (" 1.5 ms ", 1.5e-3), ("2s", 2.0), (".5s", 0.5), ("7ns", 7e-9), ("0us", 0)]
+    ("text", "seconds"),
+    [("50us", 50e-6), (" 1.5 ms ", 1.5e-3), ("2s", 2.0), (".5s", 0.5), ("7ns", 7e-9), ("0us", 0), ("1.5h", 5400)],
 )
 def test_parse_seconds(text, seconds):
     assert parse_seconds(text) == pytest.approx(seconds)
 
 
-@pytest.mark.parametrize("text", ["", "50", "us", "-1s", "5 min", "1e-3s"])
+@pytest.mark.parametrize("text", ["", "50", "us", "-1s", "5 mins", "1e-3s"])
 def test_what_is_no_duration(text):
     with pytest.raises(ValueError, match="duration"):
         parse_seconds(text)

@@ -10,6 +10,7 @@ _BYTE_UNITS = {"": 1, "b": 1} | {
     for ending, base in (("b", 1000), ("", 1024), ("ib", 1024))
 }
 _IN_A_SECOND = {"s": 1, "ms": 10**3, "us": 10**6, "ns": 10**9}
+_SECONDS = {"min": 60, "h": 3600, "d": 86400}
 
 
 def parse_bytes(text: str | int) -> int:
@@ -62,11 +63,13 @@ def parse_size(text: str) -> tuple[int, int]:
 
 
 def parse_seconds(text: str) -> float:
-    """Read `"50us"`, `"1.5 ms"` or `"2s"` as seconds. Raises `ValueError` for anything else."""
+    """Read `"50us"`, `"1.5 ms"`, `"2s"`, `"90min"`, `"24h"` or `"2d"` as seconds. Raises `ValueError` for anything
+    else.
+    """
     match = re.fullmatch(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([a-z]+)\s*", text)
-    if match is None or match.group(2) not in _IN_A_SECOND:
-        raise ValueError(f"cannot read {text!r} as a duration; write it like '50us', '1.5ms' or '2s'")
-    return float(match.group(1)) / _IN_A_SECOND[match.group(2)]
+    if match is None or match.group(2) not in {*_IN_A_SECOND, *_SECONDS}:
+        raise ValueError(f"cannot read {text!r} as a duration; write it like '50us', '1.5ms', '2s', '90min' or '24h'")
+    return float(match.group(1)) / _IN_A_SECOND.get(match.group(2), 1) * _SECONDS.get(match.group(2), 1)
 
 
 def format_seconds(seconds: float) -> str:

@@ -9,13 +9,18 @@ import os
 import sys
 from collections.abc import Collection
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gigagrad.errors import ConfigError
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from gigagrad.devices import Device, Machine
     from gigagrad.events import Listener
+    from gigagrad.execution import Engine
+    from gigagrad.losses import Loss
     from gigagrad.scaling import Link
 
 
@@ -52,7 +57,6 @@ def plan(args: argparse.Namespace) -> None:
     import numpy as np
 
     from gigagrad.devices.machine import Gpu
-    from gigagrad.execution import compile
     from gigagrad.losses import named_loss
     from gigagrad.models import resolve
     from gigagrad.reports.charts import check_picture, draw_plan
@@ -62,6 +66,11 @@ def plan(args: argparse.Namespace) -> None:
     from gigagrad.training.targets import output_channels
     from gigagrad.units import parse_bytes
 
+    if args.machines is not None or args.cohort is not None:
+        _plan_cohort(args)
+        return
+    if args.size is None or args.deadline is not None:
+        raise ConfigError("give --size HEIGHTxWIDTH, or --cohort with --machines and --deadline")
     if args.picture is not None:
         check_picture(args.picture)
     link = _link(args)
@@ -70,15 +79,7 @@ def plan(args: argparse.Namespace) -> None:
     if scratch is None and args.scratch_bytes is not None:
         scratch = PlannedDiskTier(parse_bytes(args.scratch_bytes))
     model, loss = resolve(args.model, published=False), None if args.predict else named_loss(args.loss)
-    engine = compile(
-        model.train(not args.predict),
-        None if loss is None else loss.function,
-        memory=args.memory,
-        scratch=scratch,
-        scratch_bytes=args.scratch_bytes,
-        storage=args.storage,
-        device=device,
-    )
+    engine = _engine(args, model, loss, args.memory, device, scratch)
     # One pixel, seen everywhere: a plan asks for the shape and the dtype of images, not for their memory.
     shape, bag = (args.channels, *args.size), () if args.patches is None else (args.patches,)
     slide = np.broadcast_to(np.uint8(255), (*bag, *shape))
@@ -106,6 +107,94 @@ def plan(args: argparse.Namespace) -> None:
     _show(plan_page(study, () if args.ranks is None else scale_tables(scaling, args.ranks)))
     if args.picture is not None:
         print(args.picture)
+
+
+def _engine(
+    args: argparse.Namespace, model: nn.Module, loss: Loss | None, memory: str | None, device: Any, scratch: Any = None
+) -> Engine:
+    from gigagrad.execution import compile
+
+    return compile(
+        model.train(not args.predict),
+        None if loss is None else loss.function,
+        memory=memory,
+        scratch=scratch,
+        scratch_bytes=args.scratch_bytes,
+        storage=args.storage,
+        device=device,
+    )
+
+
+_OF_ONE_IMAGE = (
+    "size",
+    "patches",
+    "memory",
+    "scratch",
+    "scratch_bytes",
+    "rates",
+    "card",
+    "threads",
+    "ranks",
+    "picture",
+)
+
+
+def _plan_cohort(args: argparse.Namespace) -> None:
+    """Plan every size of slide of a cohort on every kind of machine, and show the cheapest mix of these."""
+    import numpy as np
+
+    from gigagrad.cohorts import find_slides
+    from gigagrad.config.machines import MachineKind, read_kinds
+    from gigagrad.errors import extra
+    from gigagrad.images import open_image
+    from gigagrad.losses import named_loss
+    from gigagrad.models import resolve
+    from gigagrad.reports.mix_study import make_mix_study, mix_tables
+    from gigagrad.reports.tables import Shown
+    from gigagrad.training.targets import output_channels
+    from gigagrad.units import format_seconds, parse_seconds
+
+    if None in (args.cohort, args.machines, args.deadline):
+        raise ConfigError("a cohort is planned for with --cohort, --machines and --deadline; give all three")
+    if beside := [name for name in _OF_ONE_IMAGE if getattr(args, name)]:
+        raise ConfigError(f"--{beside[0].replace('_', '-')} is of one image; leave it out, or --cohort and --machines")
+    with extra("mix"):
+        import scipy.optimize  # noqa: F401  # before minutes of planning
+    try:
+        deadline = parse_seconds(args.deadline)
+    except ValueError as error:
+        raise ConfigError(f"--deadline: {error}") from error
+    kinds, slides = read_kinds(args.machines), [row.slide for row in find_slides([args.cohort], args.split)]
+    model, loss = resolve(args.model, published=False), None if args.predict else named_loss(args.loss)
+    engines: dict[str, Any] = {}
+
+    def predict(each: MachineKind, path: Path) -> float:
+        rates = None if each.rates is None else Path(each.rates)
+        asked = argparse.Namespace(
+            device=each.device, card=each.card, rates=rates, threads=each.cores, memory=each.memory
+        )
+        try:
+            device, machine = _planned_for(asked)
+        except ConfigError as error:
+            raise ConfigError(f"{args.machines}, {each.name}: {error}") from error
+        if each.name not in engines:
+            engines[each.name] = _engine(args, model, loss, each.memory, device)
+            engines[each.name].events.subscribe(listener)
+        slide = open_image(path)
+        labels = output_channels(model, slide.shape) if loss is not None and loss.binary else 1
+        target = None if loss is None else np.broadcast_to(np.uint8(0), (labels, *slide.shape[-2:]))
+        made = engines[each.name].plan(slide, target, machine=machine)
+        return float(made.predicted_seconds)
+
+    step = "prediction" if args.predict else "training step"
+    title = f"Cheapest machines for a {step} of {args.model} on each slide, in {format_seconds(deadline)}"
+    with _progress(quiet=args.json) as listener:
+        study = make_mix_study(title, slides, kinds, deadline, predict)
+    if args.json:
+        print(json.dumps(study.to_dict(), indent=2))
+        return
+    note = "" if args.predict else " Steps are counted as if no machine waited for another."
+    _show(*map(Shown, mix_tables(study, note)))
 
 
 def _link(args: argparse.Namespace) -> Link:

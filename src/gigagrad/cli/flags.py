@@ -189,7 +189,7 @@ COMMANDS: Final[dict[str, tuple[str, str, Mapping[str, str | dict[str, Any]]]]] 
         "--ranks.",
         {
             "--model": _flag(_MODEL, required=True),
-            "--size": _flag("in pixels, e.g. 16000x64000", type=_size, metavar="HEIGHTxWIDTH", required=True),
+            "--size": _flag("in pixels, e.g. 16000x64000", type=_size, metavar="HEIGHTxWIDTH"),
             "--channels": _flag("of the slide (default: 3)", type=_positive, default=3),
             "--patches": _flag("in a bag, of --size each, with one label (default: an image)", type=_positive),
             "--memory": {},
@@ -228,6 +228,19 @@ COMMANDS: Final[dict[str, tuple[str, str, Mapping[str, str | dict[str, Any]]]]] 
             "--slides-per-step": _flag(
                 "with --ranks: which way of sharing so many slides is fastest (default: 1)", type=_positive, metavar="S"
             ),
+            "--cohort": _flag(
+                "instead of --size: find the cheapest --machines that go once through these slides by the --deadline",
+                type=Path,
+                metavar="CSV",
+            ),
+            "--split": {},
+            "--machines": _flag(
+                "with --cohort: a list of kinds of machines, each with name, price of an hour, memory, device, cores, "
+                "rates or card, and most: how many there are",
+                type=Path,
+                metavar="YAML",
+            ),
+            "--deadline": _flag("with --cohort: time for all slides, e.g. 24h or 90min", metavar="TIME"),
             "--json": "print the plan, the advice, and what --ranks gain, as JSON",
             "--picture": _flag(
                 "draw memory against time, and memory over the passes: .svg or .png", type=Path, metavar="FILE"

@@ -39,6 +39,7 @@ EXTRAS: dict[str, tuple[tuple[str, ...], str]] = {
     "smp": (("segmentation_models_pytorch",), "its models"),
     "monai": (("monai", "ignite"), "its models and workflows"),
     "lora": (("peft",), "adapters of encoders"),
+    "mix": (("scipy",), "the cheapest machines for a cohort"),
     "lightning": (("lightning",), "its Trainer"),
     "mlflow": (("mlflow",), "--trackers mlflow"),
     "wandb": (("wandb",), "--trackers wandb"),
