@@ -410,6 +410,13 @@ def calibrate(args: argparse.Namespace) -> None:
 def doctor(args: argparse.Namespace) -> None:
     from gigagrad.reports.doctor import diagnose, doctor_table
 
+    if args.rates:
+        from gigagrad.devices import device_for
+        from gigagrad.reports.rates import rates_tables
+        from gigagrad.reports.tables import Shown
+
+        _show(*map(Shown, rates_tables(device_for("cpu").machine())))
+        return
     checks = diagnose()
     _show(doctor_table(checks))
     failed = [check for check in checks if check.status == "failed"]

@@ -427,7 +427,12 @@ COMMANDS: Final[dict[str, tuple[str, str, Mapping[str, str | dict[str, Any]]]]] 
     "doctor": (
         "check this machine and installation",
         "Python, PyTorch, memory, disk, CUDA, codecs, readers, the page of view and extras, each with what to do.",
-        {},
+        {
+            "--rates": _flag(
+                "instead, this machine's rates beside what it could do, and what bounds a step of paper-unet",
+                action="store_true",
+            )
+        },
     ),
 }
 """Each command's summary, further text and flags: a flag's help, or all that is said of it beside `FLAGS`. It is run

@@ -15,6 +15,7 @@ import os
 import platform
 import tempfile
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Final, Self
@@ -27,6 +28,7 @@ from gigagrad.files import read_record, write_json
 
 _LARGEST_CACHE_BYTES = 32 * 2**20
 _CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
+_FASTEST = Path("/sys/devices/system/cpu/cpu0/cpufreq/cpuinfo_max_freq")
 _SHARED_SECONDS = 20e-6
 """The least of an operator's work that each thread which shares it gets: PyTorch parts no less than 32,768 numbers."""
 _WAITING_TILES = 0.5
@@ -399,14 +401,35 @@ def _is_rate(name: str, value: object) -> bool:
 
 def _processor() -> str:
     """Return the processor's name; the kernel's, where there is one, is more telling than Python's."""
+    fields = processor_fields()
+    words = ("model name", "cpu family", "model", "CPU implementer", "CPU part")
+    told = " ".join(fields[word] for word in words if word in fields)
+    return told or platform.processor() or platform.machine()
+
+
+def processor_fields() -> dict[str, str]:
+    """Return what Linux says of the first core, which speaks for all; nothing on other systems."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
         lines = []
     fields = dict[str, str]()
-    for line in lines:  # the first core speaks for all
+    for line in lines:
         name, _, value = line.partition(":")
         fields.setdefault(name.strip(), value.strip())
-    words = ("model name", "cpu family", "model", "CPU implementer", "CPU part")
-    told = " ".join(fields[word] for word in words if word in fields)
-    return told or platform.processor() or platform.machine()
+    return fields
+
+
+def peak_flops_per_second(fields: dict[str, str]) -> float | None:
+    """Return the most that one core could do in float32, by what `processor_fields` says: clock x lanes x units of
+    fused products x 2; None where that does not say enough. The clock is the one that the system tells, which faster
+    ones may exceed for a while.
+    """
+    flags = {*fields.get("flags", "").split(), *fields.get("Features", "").split()}
+    hertz = 1e6 * float(fields.get("cpu MHz", 0))
+    with suppress(OSError, ValueError):
+        hertz = 1e3 * float(_FASTEST.read_text())
+    # Zen 4 (family 25) takes two cycles for 512 bits.
+    wide = "avx512f" in flags and not (fields.get("vendor_id") == "AuthenticAMD" and fields.get("cpu family") == "25")
+    lanes = 16 if wide else 8 if {"avx2", "fma"} <= flags else 4 if "asimd" in flags else 0
+    return hertz * lanes * 2 * 2 or None

@@ -160,15 +160,15 @@ def _operator_rates() -> dict[str, float]:
         return {
             "seconds_per_operator": call,
             "flops_per_second": _flops_per_second(_CHANNELS, _SIDE_PX, time.process_time),
-            "cached_bytes_per_second": _moved_per_second(cache_bytes() // 8),
-            "memory_bytes_per_second": _moved_per_second(4 * cache_bytes()),
+            "cached_bytes_per_second": moved_per_second(cache_bytes() // 8),
+            "memory_bytes_per_second": moved_per_second(4 * cache_bytes()),
         }
 
 
 def _gpu_rates(device: Device) -> dict[str, float]:
     """Measure the rates of a GPU, as operators run on tiles, and what its host takes to ask for them."""
     clock, here = _after(device), device.torch_device
-    values = _moved_per_second(_GPU_VALUES_BYTES, clock, here, _ROUNDS_IN_ONE)
+    values = moved_per_second(_GPU_VALUES_BYTES, clock, here, _ROUNDS_IN_ONE)
     return {
         **_host_rates(device),
         "flops_per_second": _flops_per_second(_CHANNELS, _GPU_SIDE_PX, clock, here, _ROUNDS_IN_ONE),
@@ -274,7 +274,7 @@ def _chain() -> Callable[[], object]:
     return step
 
 
-def _moved_per_second(
+def moved_per_second(
     nbytes: int, clock: _Clock = time.process_time, device: torch.device = _HOST, rounds: int = 1
 ) -> float:
     """Measure the bytes in and out of a ReLU of so many bytes, `rounds` times in one."""
