@@ -26,8 +26,9 @@ WORDS = {
     "demo": "--memory --out --quick --slides",
     "label": "--bands --mpp --out --overwrite --share SLIDE",
     "plan": (
-        "--card --channels --device --json --link --loss --memory --model --patches --picture --predict --ranks "
-        "--rates --scratch --scratch-bytes --size --slides-per-step --storage --threads"
+        "--card --channels --cohort --deadline --device --json --link --loss --machines --memory --model --patches "
+        "--picture --predict --ranks --rates --scratch --scratch-bytes --size --slides-per-step --split --storage "
+        "--threads"
     ),
     "init": "--out --overwrite --schema --slides",
     "fit": (
@@ -57,7 +58,7 @@ WORDS = {
     "report": "--out --predictions --run",
     "view": ("--classes --device --host --mask --memory --model --no-browser --port --predictions --trust SOURCE"),
     "calibrate": "--device --scratch",
-    "doctor": "",
+    "doctor": "--rates",
 }
 
 
