@@ -1,7 +1,8 @@
 import pytest
 import torch
 
-from gigagrad.execution.model_state import coming_state_bytes, usual_state_bytes
+from gigagrad.execution.model_state import coming_state_bytes, tensors_in, usual_state_bytes
+from gigagrad.training.apollo import Apollo
 
 OPTIMIZERS = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.1),
@@ -12,7 +13,30 @@ OPTIMIZERS = {
     "amsgrad": lambda p: torch.optim.AdamW(p, amsgrad=True),
     "rmsprop": torch.optim.RMSprop,
     "adagrad": torch.optim.Adagrad,
+    "adafactor": torch.optim.Adafactor,
+    "apollo": Apollo,
+    "needing values": lambda p: Odd(p, 3),
 }
+
+
+class Odd(torch.optim.Optimizer):
+    """Needs values, settings of its own, random numbers, and an object for each parameter."""
+
+    def __init__(self, params, copies):
+        super().__init__(params, {})
+        self.copies = copies
+        self.steps = [0]
+
+    def step(self, closure=None):
+        self.steps[0] += 1
+        for p in self.param_groups[0]["params"]:
+            if p.grad is not None and p.grad.abs().sum().item() and not self.state[p]:
+                self.state[p] = {"kept": [Kept(torch.rand_like(p)) for _ in range(self.copies)], "copies": self.copies}
+
+
+class Kept:
+    def __init__(self, tensor):
+        self.tensor = tensor
 
 
 def parameters():
@@ -29,7 +53,9 @@ def step(optimizer):
 
 
 def held(optimizer):
-    return sum(v.nbytes for s in optimizer.state.values() for v in s.values() if isinstance(v, torch.Tensor))
+    kept = [v for s in optimizer.state.values() for v in s.values()]
+    each = [v.tensor if isinstance(v, Kept) else v for one in kept for v in (one if isinstance(one, list) else [one])]
+    return sum(v.nbytes for v in each if isinstance(v, torch.Tensor))
 
 
 @pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
@@ -56,9 +82,25 @@ def test_parameters_that_join_later_are_still_to_come():
     assert held(optimizer) - there == coming > 0
 
 
-def test_an_optimizer_that_needs_values_is_taken_for_adam():
+def test_a_rehearsal_leaves_no_trace():
     given = parameters()
-    assert coming_state_bytes(torch.optim.Adafactor(given)) == usual_state_bytes(given)
+    optimizer, state = Odd(given, 2), torch.get_rng_state()
+    assert coming_state_bytes(optimizer) == usual_state_bytes(given)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert optimizer.steps == [0]
+
+
+@pytest.mark.parametrize("name", ["lion", "adan", "prodigy", "soap", "lamb", "shampoo"])
+def test_optimizers_of_the_library(name):
+    library = pytest.importorskip("pytorch_optimizer", reason="the optimizers extra brings it")
+    optimizer = library.load_optimizer(name)(parameters(), lr=1e-3)
+    coming = coming_state_bytes(optimizer)
+    step(optimizer)
+    assert sum({id(t): t.nbytes for s in optimizer.state.values() for t in tensors_in(s)}.values()) == coming > 0
+
+
+def test_an_optimizer_that_cannot_be_rehearsed_is_taken_for_adam():
+    given = parameters()
     assert coming_state_bytes(torch.optim.LBFGS(given)) == usual_state_bytes(given)
 
 

@@ -186,7 +186,7 @@ COMMANDS: Final[dict[str, tuple[str, str, Mapping[str, str | dict[str, Any]]]]] 
         "activation is stored, where memory and time go, the smallest budget that works, and what more memory or "
         "scratch would buy. For another machine name its --memory, --scratch-bytes, --rates and --threads, or "
         "--device cuda, the memory of a GPU, which need not be here, and its --rates or --card; for many of them "
-        "--ranks.",
+        "--ranks, and for a cohort --cohort, --machines and --deadline instead of --size.",
         {
             "--model": _flag(_MODEL, required=True),
             "--size": _flag("in pixels, e.g. 16000x64000", type=_size, metavar="HEIGHTxWIDTH"),

@@ -51,7 +51,8 @@ class FitConfig(Settings):
         device: `"cpu"` or `"cuda"`.
         epochs: passes over the training slides.
         learning_rate: the highest, after the warm-up.
-        optimizer: a class of `torch.optim` in any case, or `package.module:Class`, with settings: `sgd?momentum=0.9`.
+        optimizer: a class of `torch.optim` in any case, `apollo`, one of the library pytorch-optimizer, or
+            `package.module:Class`, with settings: `sgd?momentum=0.9`.
         weight_decay: of the optimizer.
         schedule: of the learning rate over all steps: `constant`, `cosine` or `linear`.
         warmup: steps in which the learning rate rises in a line.

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+import warnings
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -20,6 +21,9 @@ _USUAL_COPIES = 2
 """Copies of the trainable parameters, where nothing says what there will be: Adam's two moments."""
 _OTHER_KERNELS = ("foreach", "fused", "capturable")
 """Options that ask for kernels which tensors without storage do not have; the state is the same without."""
+_DEEPEST = 4
+"""Lists and objects inside of each other in an optimizer's state, at most."""
+_HOST = torch.device("cpu")
 
 
 def stored_in(composite: LossModule, graph: Graph) -> Callable[[str], torch.Tensor]:
@@ -158,27 +162,59 @@ def usual_state_bytes(parameters: Iterable[torch.Tensor]) -> int:
 
 def coming_state_bytes(optimizer: torch.optim.Optimizer) -> int:
     """Return the bytes of state that `optimizer` makes in its next step, for parameters that have none yet: what a copy
-    of it makes when it steps parameters of the same shapes without storage. As much as Adam's where it cannot step
-    those.
+    of it makes when it steps parameters of the same shapes without storage. One that needs values steps ones, a
+    parameter of each shape at a time. As much as Adam's where it cannot step those either.
     """
-    groups: list[dict[str, Any]] = []
-    fresh: list[torch.Tensor] = []
-    for group in optimizer.param_groups:
-        new = [p for p in group["params"] if p.requires_grad and not optimizer.state.get(p)]
-        fresh += new
-        plain = {name: False for name in _OTHER_KERNELS if name in group}
-        groups.append(group | plain | {"params": [_without_storage(p) for p in new]})
-    rehearsal = copy.copy(optimizer)  # its hooks do not come along
-    rehearsal.param_groups, rehearsal.state = groups, defaultdict(dict)
+    fresh = [
+        (group, p)
+        for group in optimizer.param_groups
+        for p in group["params"]
+        if p.requires_grad and not optimizer.state.get(p)
+    ]
     try:
-        rehearsal.step()
-    except Exception:  # anyone's own code: what it cannot do without values is its affair
-        return usual_state_bytes(fresh)
-    made = [value for state in rehearsal.state.values() for value in state.values()]
-    return sum(value.nbytes for value in made if isinstance(value, torch.Tensor))
+        return _rehearsed_bytes(optimizer, fresh, torch.device("meta"))
+    except Exception:  # noqa: S110  # anyone's own code: what it cannot do without values is its affair
+        pass
+    alike: dict[tuple[object, ...], list[tuple[dict[str, Any], torch.Tensor]]] = {}
+    for group, p in fresh:
+        alike.setdefault((id(group), p.shape, p.dtype), []).append((group, p))
+    try:
+        with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            each = [(_rehearsed_bytes(optimizer, found[:1], _HOST), len(found)) for found in alike.values()]
+        return sum(nbytes * count for nbytes, count in each)
+    except Exception:
+        return usual_state_bytes(p for _, p in fresh)
 
 
-def _without_storage(parameter: torch.Tensor) -> torch.Tensor:
-    stand_in = torch.empty_like(parameter, device="meta").requires_grad_()
-    stand_in.grad = torch.empty_like(stand_in)
-    return stand_in
+def _rehearsed_bytes(
+    optimizer: torch.optim.Optimizer, given: Iterable[tuple[dict[str, Any], torch.Tensor]], device: torch.device
+) -> int:
+    """Return the bytes of state that a copy of the optimizer makes of stand-ins of parameters. Raises anything."""
+    groups: dict[int, dict[str, Any]] = {}
+    for group, parameter in given:
+        plain = {name: False for name in _OTHER_KERNELS if name in group}
+        own = groups.setdefault(id(group), copy.copy(group) | plain | {"params": []})
+        stand_in = torch.ones_like(parameter, device=device).requires_grad_()
+        stand_in.grad = torch.ones_like(stand_in)
+        own["params"].append(stand_in)
+    # What it keeps for itself comes along, its hooks do not; a copy by itself has neither.
+    known = {name for name in vars(optimizer) if name in ("param_groups", "state") or name.startswith("_optimizer_")}
+    own = {name: value for name, value in vars(optimizer).items() if name not in known and not callable(value)}
+    rehearsal = copy.copy(optimizer)
+    vars(rehearsal).update(copy.deepcopy(own, {id(p): p for _, p in given}))
+    rehearsal.param_groups, rehearsal.state = list(groups.values()), defaultdict(dict)
+    rehearsal.step()
+    held = {id(tensor): tensor.nbytes for state in rehearsal.state.values() for tensor in tensors_in(state)}
+    return sum(held.values())
+
+
+def tensors_in(value: Any, depth: int = _DEEPEST) -> Iterator[torch.Tensor]:
+    """Yield the tensors in what an optimizer keeps of a parameter, in lists and objects of its own, too."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif depth:
+        items = value.values() if isinstance(value, Mapping) else getattr(value, "__dict__", {}).values()
+        items = value if isinstance(value, (list, tuple, deque)) else items
+        for item in items:
+            yield from tensors_in(item, depth - 1)

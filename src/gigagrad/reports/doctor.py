@@ -39,6 +39,7 @@ EXTRAS: dict[str, tuple[tuple[str, ...], str]] = {
     "smp": (("segmentation_models_pytorch",), "its models"),
     "monai": (("monai", "ignite"), "its models and workflows"),
     "lora": (("peft",), "adapters of encoders"),
+    "optimizers": (("pytorch_optimizer",), "a hundred more optimizers"),
     "mix": (("scipy",), "the cheapest machines for a cohort"),
     "lightning": (("lightning",), "its Trainer"),
     "mlflow": (("mlflow",), "--trackers mlflow"),

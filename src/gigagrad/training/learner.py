@@ -5,6 +5,7 @@ over several slides.
 from __future__ import annotations
 
 import fnmatch
+import importlib.util
 import inspect
 import itertools
 import math
@@ -31,6 +32,7 @@ from gigagrad.plans import Plan
 from gigagrad.prediction.classes import image_shape
 from gigagrad.prediction.slide_scores import output_of, weighted_sum
 from gigagrad.ranks import Mesh
+from gigagrad.training.apollo import Apollo
 from gigagrad.training.folder import Checkpoint
 from gigagrad.training.sharing import SHARDED, GradientTree, Shards, assign, leave_in_order, load_shards
 
@@ -46,8 +48,11 @@ def make_optimizer(config: FitConfig, model: nn.Module, own: Collection[str] | N
     """
     name, settings = parse_named(config.optimizer)
     make = _optimizer_class(name)
+    known = inspect.signature(make).parameters
+    if unknown := [setting for setting in settings if setting not in known and ":" not in name]:
+        raise ConfigError(f"the optimizer {name!r} takes no {unknown[0]}{did_you_mean(unknown[0], known)}")
     if config.weight_decay:
-        if "weight_decay" not in inspect.signature(make).parameters:
+        if "weight_decay" not in known:
             raise ConfigError(f"the optimizer {name!r} takes no weight_decay; choose adamw or sgd")
         settings["weight_decay"] = config.weight_decay
     try:
@@ -98,9 +103,13 @@ def _optimizer_class(name: str) -> Any:
         for key, value in vars(torch.optim).items()
         if isinstance(value, type) and issubclass(value, torch.optim.Optimizer) and value is not torch.optim.Optimizer
     }
+    known |= {"apollo": Apollo}
+    if name.lower() not in known and importlib.util.find_spec("pytorch_optimizer"):
+        known = importlib.import_module("pytorch_optimizer.optimizer").OPTIMIZERS | known
     if name.lower() not in known:
         hint = did_you_mean(name, known) or f"; there are {', '.join(sorted(known))}"
-        raise ConfigError(f"unknown optimizer {name!r}{hint}, and package.module:Class")
+        more = ", and package.module:Class; pip install 'gigagrad[optimizers]' brings a hundred more"
+        raise ConfigError(f"unknown optimizer {name!r}{hint}{more}")
     return known[name.lower()]
 
 
