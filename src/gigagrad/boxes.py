@@ -114,6 +114,23 @@ class Box:
     def within(self, other: Box) -> bool:
         return self.y.within(other.y) and self.x.within(other.x)
 
+    def turned_back(self, transform: int, height: int, width: int) -> Box:
+        """Return the box that lands on this one where an image is mirrored left to right if `transform >= 4`, then
+        turned `transform % 4` quarters counter-clockwise, which makes it `height x width` pixels large.
+        """
+        box = self
+        for _ in range(transform % 4):
+            # One quarter back: row y of the turned image is column (height - 1 - y) of the image before.
+            box = Box(box.x0, height - box.y1, box.x1, height - box.y0)
+            height, width = width, height
+        return Box(box.y0, width - box.x1, box.y1, width - box.x0) if transform >= 4 else box
+
+    def resized(self, shape: tuple[int, int], to: tuple[int, int]) -> Box:
+        """Return the smallest box that holds the same part of an image of `shape` at another size."""
+        (height, width), (rows, columns) = shape, to
+        y0, x0, y1, x1 = self.y0 * rows, self.x0 * columns, -(-self.y1 * rows // height), -(-self.x1 * columns // width)
+        return Box(y0 // height, x0 // width, y1, x1)
+
     def __str__(self) -> str:
         return f"[{self.y0}, {self.y1}) x [{self.x0}, {self.x1})"
 

@@ -9,7 +9,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from gigagrad.boxes import Box
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +64,46 @@ class Preparing(Event):
     tried: int = 0
     best_seconds: float | None = None
     over: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class SlideBegun(Event):
+    """A job went on to a slide: the tiles that come next are of it.
+
+    `shape` is the `(height, width)` of its level 0, and `seen` that of the level that the network sees, mirrored and
+    turned by `transform` (`Box.turned_back`). None where it sees patches, which a bag takes from anywhere.
+    """
+
+    slide: Path
+    shape: tuple[int, int] | None = None
+    seen: tuple[int, int] | None = None
+    transform: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class TilePlace:
+    """Boxes of a tile in pixels of the image that the network sees; of a bag in patches, one in each row.
+
+    `box` is what is computed, `crop` what it is computed from, and `tile` the height and width of its segment's tiles.
+    """
+
+    box: Box
+    crop: Box
+    tile: tuple[float, float]
+
+
+@dataclass(frozen=True, slots=True)
+class TileBegun(Event):
+    """One tile of one segment is computed from now on, or as soon as a thread is free; `done` of the step's `total` are
+    finished. `place`, which takes a while, tells where it is.
+    """
+
+    phase: str
+    segment: int
+    segments: int
+    done: int
+    total: int
+    place: Callable[[], TilePlace] = field(compare=False, repr=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,7 @@ export interface Catalog {
   runs: string[];
   sources: string[]; // what predicted, where several did
   live: boolean;
+  works: boolean; // something may be computed while the page is open
 }
 
 export interface Kind {
@@ -19,6 +20,7 @@ export interface LayerInfo {
   name: string;
   kind: "classes" | "errors" | "probabilities";
   of: string; // one of the sources, or "" where it belongs to all or there is but one
+  between: string[]; // the two sources that it compares
   live: boolean;
   levels: Shape[];
   part: [x: number, y: number, width: number, height: number] | null;
@@ -41,13 +43,37 @@ export interface SlideInfo {
   scores: Record<string, number>;
 }
 
-// Tiles of a plan's last segment, and the largest crop of the slide that one is computed from, in pixels of level 0; null
-// where they are computed from fields that the plan keeps.
+// Tiles of each segment of a plan, and the crop that one is computed from, in pixels of level 0; no segments where the
+// plan is of slides of another shape. `exact`: it is the plan of the whole slide's prediction; null of a run's.
 export interface Plan {
   of: string;
-  tile: Shape;
-  crop: Shape | null;
-  exact: boolean; // it is the plan of the whole slide's prediction
+  shape: Shape;
+  segments: { tile: Shape; crop: Shape }[];
+  exact: boolean | null;
+}
+
+// What is computed now. Boxes are y0, x0, y1, x1 in pixels of level 0; `grid` is the height and width of all tiles of the
+// segment, `far` says whether the first one is at the bottom and at the right.
+export type Corners = [number, number, number, number];
+export interface Work {
+  of: string;
+  slide: number | null;
+  name: string;
+  job?: string;
+  done?: number;
+  jobs?: number;
+  detail?: string;
+  phase?: string;
+  segment?: number;
+  segments?: number;
+  tile?: number;
+  tiles?: number;
+  seconds_left?: number;
+  boxes?: Corners[];
+  crop?: Corners;
+  grid?: Shape;
+  far?: [boolean, boolean];
+  patches?: [number, number];
 }
 
 export type Patch = [x: number, y: number, side: number, attention: number, rank: number];
@@ -56,6 +82,18 @@ export interface Patches {
   most: Patch[];
   least: Patch[];
   count: number;
+}
+
+export interface Chosen {
+  patch: Patch;
+  place: number; // in the order of attention, from 0
+  count: number;
+}
+
+export interface Counts {
+  shares: number[]; // of all pixels, by class id or by level of probability
+  pixels: number;
+  exact: boolean;
 }
 
 export interface Values {
@@ -84,6 +122,10 @@ export const catalog = () => ask<Catalog>("catalog");
 export const slide = (number: number) => ask<SlideInfo>(`slides/${number}`);
 export const live = (number: number) => ask<{ layers: LayerInfo[]; plans: Plan[]; problems: string[] }>(`slides/${number}/live`);
 export const patches = (number: number, which: number) => ask<Patches>(`slides/${number}/patches/${which}`);
+export const patch = (number: number, which: number, place: number) => ask<Chosen | null>(`slides/${number}/patches/${which}/${place}`);
+export const patchAt = (number: number, which: number, y: number, x: number) => ask<Chosen | null>(`slides/${number}/patches/${which}/at/${y}/${x}`);
+export const counts = (number: number, layer: number, channel: number) => ask<Counts>(`slides/${number}/${layer}/counts?channel=${channel}`);
+export const now = () => ask<Work[]>("now");
 export const square = (number: number, [x, y, side]: Patch) => `slides/${number}/square/${x}/${y}/${side}`;
 export const thumbnail = (number: number) => `slides/${number}/thumbnail`;
 export const values = (number: number, y: number, x: number, live: boolean, signal: AbortSignal) =>

@@ -27,7 +27,7 @@ export class List {
       ]),
     );
     this.runs = catalog.runs.map((name, index) =>
-      make("li", {}, make("button", { type: "button", class: "run", click: () => openRun(index) }, `Curves of ${name}`)));
+      make("li", {}, make("button", { type: "button", class: "run", click: () => openRun(index) }, make("span", {}, `Curves of ${name}`, make("small", {})))));
     this.buttons = catalog.slides.map((slide, index) => {
       const told = Object.entries(slide.scores).map(([name, value]) => `${name} ${value.toFixed(4)}`).join(", ");
       return make(
@@ -37,7 +37,7 @@ export class List {
           "button",
           { type: "button", class: "slide", click: () => openSlide(index) },
           make("img", { src: api.thumbnail(index), alt: "", loading: "lazy", decoding: "async" }),
-          make("span", {}, slide.name, ...[slide.folder, told].filter(Boolean).map((text) => make("small", {}, text))),
+          make("span", {}, slide.name, ...[slide.folder, told].filter(Boolean).map((text) => make("small", {}, text)), make("small", { class: "at-work" })),
         ),
       );
     });
@@ -59,6 +59,18 @@ export class List {
       this.order.sort((a, b) => (Number.isNaN(score(a)) ? 1 : Number.isNaN(score(b)) ? -1 : sign * (score(a) - score(b))));
     }
     at("slides").replaceChildren(...this.order.map((index) => this.buttons[index]!));
+  }
+
+  // Mark the slides and runs at which a job works.
+  work(works: api.Work[]): void {
+    this.buttons.forEach((slide, number) => {
+      const at_work = works.some((work) => work.slide === number && work.job);
+      slide.querySelector(".at-work")!.textContent = at_work ? "computed now" : "";
+    });
+    this.runs.forEach((run, number) => {
+      const work = works.find((each) => each.of === this.catalog.runs[number]);
+      run.querySelector("small")!.textContent = work?.job ? `${work.job}: ${work.name}` : "";
+    });
   }
 
   mark(number: number): void {

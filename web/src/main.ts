@@ -5,6 +5,7 @@ import { List } from "./list";
 import { Panel, startingStates } from "./panel";
 import { Panes } from "./panes";
 import type { LayerState, Place } from "./stage";
+import { middleOf, Working } from "./working";
 
 const KEYS: [keys: string, does: string][] = [
   ["arrows", "move the slide"],
@@ -15,9 +16,12 @@ const KEYS: [keys: string, does: string][] = [
   ["l", "show or hide labels"],
   ["p", "show or hide predictions"],
   ["e", "show or hide errors"],
+  ["d", "show or hide where two predictions differ"],
   ["h", "hide all layers while it is held"],
   ["o", "fill or outline classes"],
-  ["t", "show or hide the tiles of the network's plan"],
+  ["t", "show or hide the tiles of the plan"],
+  ["w", "go to the tile that is computed now"],
+  ["i", "the patch in the middle, and its attention"],
   ["c", "two predictions side by side, or one"],
   ["[ and ]", "fade layers out and in"],
   ["g", "go to a position"],
@@ -73,10 +77,18 @@ async function begin(): Promise<void> {
       }, 300);
     },
     (why) => tell(why, true),
-    () => current && panel.show(...current),
+    () => showPanel(),
+    (x, y) => void panel.patchAt(x, y)?.then((told) => tell(told)),
   );
   let current: [number, api.SlideInfo, LayerState[]] | undefined;
   const panel = new Panel(stage);
+
+  function showPanel(): void {
+    if (current) {
+      panel.show(...current);
+      working.show(current[0]);
+    }
+  }
 
   function openRun(number: number): void {
     curves?.stop();
@@ -99,7 +111,7 @@ async function begin(): Promise<void> {
       states.set(number, own);
       document.title = `${info.name} · gigagrad view`;
       current = [number, info, own];
-      panel.show(...current);
+      showPanel();
       tell("");
       stage.show(number, info, own, place);
       if (catalog.live) {
@@ -115,7 +127,7 @@ async function begin(): Promise<void> {
     try {
       const found = await api.live(number);
       info.layers.push(...found.layers);
-      info.plans = found.plans;
+      info.plans.push(...found.plans);
       info.problems.push(...found.problems);
     } catch (error) {
       info.problems.push((error as Error).message);
@@ -123,10 +135,24 @@ async function begin(): Promise<void> {
     const before = own.length;
     own.push(...startingStates(info).slice(before));
     if (stage.slide === number && !curves) {
-      panel.show(number, info, own);
+      showPanel();
       own.slice(before).forEach((_, index) => stage.draw(before + index));
+      stage.showGrid(stage.showsGrid); // of plans that were not there before
     }
   }
+
+  const working = new Working(
+    (works) => { stage.mark(works); list.work(works); },
+    (number, tile) => {
+      const place = tile && stage.leading.around(middleOf(tile));
+      if (stage.slide !== number || curves) {
+        void openSlide(number, place);
+      } else if (place) {
+        stage.leading.go(place);
+      }
+    },
+    (tile) => !stage.leading.sees(middleOf(tile)),
+  );
 
   const list = new List(catalog, (number) => void openSlide(number), openRun);
   const sides = catalog.sources.length > 1 ? [["◫", "Two predictions side by side, or one", () => tell(stage.toggle())] as [string, string, () => void]] : [];
@@ -177,7 +203,18 @@ async function begin(): Promise<void> {
       a: () => stage.leading.actualSize(),
       l: () => toggle(panel.find((layer) => layer.name.startsWith("Label"))),
       p: () => toggle(panel.find((layer) => layer.name.startsWith("Predict"))),
-      e: () => toggle(panel.find((layer) => layer.kind === "errors")),
+      e: () => toggle(panel.find((layer) => layer.kind === "errors" && !layer.between.length)),
+      d: () => toggle(panel.find((layer) => layer.between.length > 0 && layer.kind === "errors")),
+      w: () => tell(working.goTo()),
+      i: () => {
+        const middle = stage.leading.middle;
+        const told = middle && panel.patchAt(...middle, true);
+        if (told) {
+          void told.then((text) => tell(text));
+        } else {
+          tell("there is no map of attention here");
+        }
+      },
       o: () => tell(panel.switchForm()),
       c: () => tell(stage.toggle()),
       t: () => tell(panel.toggleGrid()),
@@ -211,6 +248,9 @@ async function begin(): Promise<void> {
     }
   });
 
+  if (catalog.works) {
+    working.start();
+  }
   const { slide, place } = remembered();
   if (catalog.slides.length) {
     await openSlide(Math.min(slide, catalog.slides.length - 1), place);

@@ -2,8 +2,12 @@ import * as api from "./api";
 import type { LayerInfo, Plan, SlideInfo } from "./api";
 import { at, colour, grouped, make } from "./dom";
 import type { Panes } from "./panes";
-import { called, type LayerState } from "./stage";
+import { isAttention, PatchList } from "./patches";
+import { called } from "./readout";
+import type { LayerState } from "./stage";
+import { workPlace } from "./working";
 
+const AGREED = 1; // the id of pixels that are the same in both
 const VIRIDIS = ["#440154", "#472c7a", "#3b518b", "#2c718e", "#21908d", "#27ad81", "#5cc863", "#aadc32", "#fde725"];
 
 export function startingStates(info: SlideInfo): LayerState[] {
@@ -12,7 +16,7 @@ export function startingStates(info: SlideInfo): LayerState[] {
     on: layer.kind === "classes" && (!layer.live || (layer.of !== "" && !info.layers.some((each) => each.of === layer.of && each.name === "Prediction"))),
     opacity: layer.kind === "probabilities" ? 0.6 : layer.kind === "errors" ? 0.7 : label && layer.name.startsWith("Label") ? 1 : 0.45,
     form: label && layer.name.startsWith("Label") ? "outline" : "fill",
-    hidden: new Set<number>(),
+    hidden: new Set(layer.between.length ? [AGREED] : []), // where two predictions agree, the slide is seen
     channel: firstClass(layer),
   }));
 }
@@ -26,7 +30,10 @@ export class Panel {
   private boxes: HTMLInputElement[] = [];
   private states: LayerState[] = [];
   private info: SlideInfo | undefined;
-  private gone = new Map<string, number[]>(); // by source, layers that made room for errors
+  private gone = new Map<LayerInfo, number[]>(); // layers that made room for what shows errors or differences
+  private lists = new Map<string, PatchList>(); // by what predicted
+  private counted = new Map<string, Promise<api.Counts>>(); // by slide, layer and channel
+  private slide = -1;
 
   constructor(private readonly stage: Panes) {}
 
@@ -34,6 +41,11 @@ export class Panel {
     this.info = info;
     this.states = states;
     this.gone = new Map();
+    if (number !== this.slide) {
+      this.counted.clear();
+    }
+    this.slide = number;
+    this.lists = new Map(info.patches.flatMap((of, which) => (this.stage.shows({ of }) ? [[of, new PatchList(this.stage, number, which, of)]] : [])));
     const panel = at("layers");
     this.boxes = [];
     const about = [
@@ -45,9 +57,10 @@ export class Panel {
       make("h1", {}, info.name),
       make("p", { class: "about" }, about.join(" · ")),
       ...info.problems.map((problem) => make("p", { class: "problem", role: "alert" }, problem)),
+      workPlace(),
       ...info.layers.map((layer, index) => this.layer(layer, index)),
       ...this.grid(info.plans),
-      ...info.patches.flatMap((of, which) => (this.stage.shows({ of }) ? [this.patches(number, of, which)] : [])),
+      ...[...this.lists.values()].map((list) => list.element),
       ...(info.layers.length
         ? []
         : [make("p", { class: "hint" }, "Nothing lies over this slide. Name masks with --mask, predictions with --predictions, or a model with --model.")]),
@@ -63,13 +76,14 @@ export class Panel {
     }
     box.checked = !box.checked;
     box.dispatchEvent(new Event("change"));
+    box.closest("section")!.scrollIntoView({ block: "nearest" });
     return `${called(this.info!.layers[index]!)} ${box.checked ? "shown" : "hidden"}`;
   }
 
   toggleGrid(): string {
     const box = document.getElementById("grid") as HTMLInputElement | null;
     if (!box) {
-      return "no network predicts here";
+      return "there is no plan for this slide";
     }
     box.click();
     return `tiles ${box.checked ? "shown" : "hidden"}`;
@@ -82,55 +96,44 @@ export class Panel {
     }
     const box = make("input", { type: "checkbox", id: "grid", change: () => { section.classList.toggle("off", !box.checked); this.stage.showGrid(box.checked); } });
     box.checked = this.stage.showsGrid;
-    const sides = (shape: readonly number[]) => shape.map((side) => Math.round(side).toLocaleString("en")).join(" × ");
+    const drawn = shown.find((plan) => plan.segments.length);
     const section = make(
       "section",
       { class: box.checked ? "layer" : "layer off", "aria-label": "Tiles of the plan" },
       make("h2", {}, box, make("label", { for: "grid" }, "Tiles of the plan"), make("kbd", {}, "t")),
-      ...shown.map((plan) => {
-        const from = plan.crop ? `computed from ${sides(plan.crop)} px, the dashed box around the one under the pointer` : "computed from activations that the plan saves";
-        const bits = plan.exact ? "Each pixel has the bits of the whole slide's prediction." : "They are of a plan that shows them at once; the whole slide's prediction may be rounded otherwise in its last digits.";
-        return make("p", { class: "hint" }, `${plan.of ? `${plan.of}: ` : ""}${sides(plan.tile)} px each; ${from}. ${bits}`);
-      }),
+      ...(drawn && drawn.segments.length > 1 ? [this.segments(drawn)] : []),
+      ...shown.map((plan) => make("p", { class: "hint", ...(plan === drawn ? { id: "tiles" } : {}) }, ofPlan(plan, plan.segments.length - 1))),
     );
     return [section];
   }
 
-  // The patches that a model of bags attended to most and least; each is a way to its place.
-  private patches(number: number, of: string, which: number): HTMLElement {
-    const section = make("section", { class: "layer", "aria-label": of ? `Patches by attention (${of})` : "Patches by attention" }, make("h2", {}, "Patches by attention", ...(of ? [make("small", {}, of)] : [])));
-    const listed = (title: string, patches: api.Patch[]) =>
-      patches.length ? [make("h3", {}, title), make("ul", { class: "patches" }, ...patches.map((patch) => this.patch(number, patch)))] : [];
-    void api.patches(number, which).then(
-      ({ most, least, count }) => section.append(...listed("Most", most), ...listed("Least", least), make("p", { class: "hint" }, `of ${grouped(count)} patches`)),
-      (error: Error) => section.append(make("p", { class: "problem", role: "alert" }, error.message)),
+  // The segments of a plan; their tiles differ.
+  private segments(plan: Plan): HTMLElement {
+    const last = plan.segments.length - 1;
+    const select = make(
+      "select",
+      { id: "segment", change: () => { this.stage.showGrid(this.stage.showsGrid, Number(select.value)); at("tiles").textContent = ofPlan(plan, Number(select.value)); } },
+      ...plan.segments.map((_, index) => make("option", { value: index }, index === last ? `${index + 1}, the last` : String(index + 1))),
     );
-    return section;
+    select.value = String(last);
+    return make("div", { class: "row" }, make("label", { for: "segment" }, "Segment"), select);
   }
 
-  private patch(number: number, patch: api.Patch): HTMLElement {
-    const [x, y, side, attention, rank] = patch;
-    const name = `Go to the patch at ${grouped(x)}, ${grouped(y)} px: attention ${attention.toPrecision(3)}, more than ${Math.floor(100 * rank)} % of the patches`;
-    const go = () => {
-      document.querySelectorAll(".patches [aria-current]").forEach((each) => each.removeAttribute("aria-current"));
-      button.setAttribute("aria-current", "true");
-      this.stage.goTo({ x, y, side });
-    };
-    const button = make(
-      "button",
-      { type: "button", "aria-label": name, title: name, click: go },
-      make("img", { src: api.square(number, patch), alt: "", loading: "lazy", decoding: "async" }),
-      make("small", {}, attention.toPrecision(2)),
-    );
-    return make("li", {}, button);
+  // Show the patch at a pixel, of the bag whose attention is shown; null where none is.
+  patchAt(x: number, y: number, whatever = false): Promise<string> | null {
+    const layers = this.info?.layers ?? [];
+    const shown = layers.find((layer, index) => isAttention(layer) && this.stage.shows(layer) && (whatever || this.states[index]!.on));
+    const list = shown && this.lists.get(shown.of);
+    return list ? list.choose(x, y) : null;
   }
 
-  // Colours of errors mean something else than those of classes: both at once can't be read.
+  // Colours of errors and differences mean something else than those of classes: both at once can't be read.
   private makeRoom(shown: LayerInfo, on: boolean): void {
-    if (shown.kind === "errors") {
-      const others = this.find((layer) => layer.kind !== "errors" && layer.name.startsWith("Predict") && layer.of === shown.of);
-      const changed = on ? others.filter((index) => this.states[index]!.on) : this.gone.get(shown.of) ?? [];
-      this.gone.set(shown.of, on ? changed : []);
+    if (shown.kind === "errors" || shown.between.length) {
+      const of = [shown.of, ...shown.between];
+      const others = this.find((layer) => layer.kind !== "errors" && layer.name.startsWith("Predict") && of.includes(layer.of));
+      const changed = on ? others.filter((index) => this.states[index]!.on) : this.gone.get(shown) ?? [];
+      this.gone.set(shown, on ? changed : []);
       changed.forEach((index) => this.toggle(index));
     }
   }
@@ -162,7 +165,9 @@ export class Panel {
 
   private layer(layer: LayerInfo, index: number): HTMLElement {
     const state = this.states[index]!;
-    const draw = () => this.stage.draw(index);
+    const count = make("p", { class: "count", role: "status" });
+    const counted = () => void this.count(layer, index, count);
+    const draw = () => { this.stage.draw(index); counted(); };
     const box = make("input", { type: "checkbox", id: `layer-${index}`, change: () => { state.on = box.checked; section.classList.toggle("off", !state.on); draw(); this.makeRoom(layer, state.on); } });
     box.checked = state.on;
     this.boxes[index] = box;
@@ -178,9 +183,32 @@ export class Panel {
       make("h2", {}, box, make("label", { for: `layer-${index}` }, layer.name, ...(layer.of ? [" ", make("small", {}, layer.of)] : [])), make("kbd", {}, key)),
       make("div", { class: "row" }, make("label", { for: `opacity-${index}` }, "Opacity"), opacity),
       ...(layer.live ? [make("p", { class: "far" }, "Zoom in: it is computed for what is in view.")] : []),
+      ...(layer.between.length ? [make("p", { class: "hint" }, layer.between.join(" and "))] : []),
       ...(layer.kind === "probabilities" ? this.shares(layer, index, draw) : this.kinds(layer, index, draw)),
+      ...(isCounted(layer) ? [count] : []),
     );
+    if (state.on) {
+      counted();
+    }
     return section;
+  }
+
+  // Say how many pixels are wrong or differ.
+  private async count(layer: LayerInfo, index: number, place: HTMLElement): Promise<void> {
+    const state = this.states[index]!;
+    if (!state.on || !isCounted(layer)) {
+      return;
+    }
+    const key = `${this.slide}/${index + 1}/${state.channel}`;
+    const asked = this.counted.get(key) ?? api.counts(this.slide, index + 1, state.channel);
+    this.counted.set(key, asked);
+    place.textContent ||= "Counting …";
+    try {
+      place.textContent = ofCounts(layer, await asked);
+    } catch (error) {
+      this.counted.delete(key);
+      place.textContent = (error as Error).message;
+    }
   }
 
   private kinds(layer: LayerInfo, index: number, draw: () => void): HTMLElement[] {
@@ -220,7 +248,7 @@ export class Panel {
       select.value = String(state.channel);
       rows.push(make("div", { class: "row" }, make("label", { for: `channel-${index}` }, "Of"), select));
     }
-    const ramp = make("div", { class: "ramp", role: "img", "aria-label": "Colours from probability 0, clear and violet, over 0.5, green, to 1, yellow" });
+    const ramp = make("div", { class: "ramp", role: "img", "aria-label": `Colours from ${layer.between.length ? "difference" : "probability"} 0, clear and violet, over 0.5, green, to 1, yellow` });
     ramp.style.background = `linear-gradient(90deg, transparent, transparent 0%, ${VIRIDIS.map((each, at_) => `${at_ < 2 ? each + (at_ ? "80" : "00") : each} ${(100 * at_) / 8}%`).join(", ")})`;
     rows.push(ramp, make("div", { class: "row ends", "aria-hidden": "true" }, make("span", {}, "0"), make("span", {}, "0.5"), make("span", {}, "1")));
     return rows;
@@ -229,7 +257,37 @@ export class Panel {
 
 export function keyOf(layer: LayerInfo, index: number): string {
   if (layer.kind === "errors") {
-    return "e";
+    return layer.between.length ? "d" : "e";
   }
   return index < 9 ? String(index + 1) : "";
+}
+
+const isCounted = (layer: LayerInfo) => !layer.live && (layer.kind === "errors" || layer.between.length > 0);
+
+const percent = (share: number) => `${Number((100 * share).toPrecision(3))} %`;
+
+// How many pixels are wrong, or differ, in words.
+function ofCounts(layer: LayerInfo, { shares, pixels, exact }: api.Counts): string {
+  const about = exact ? "" : " Counted at a smaller size.";
+  const sum = (first: number, last: number) => shares.slice(first, last).reduce((total, share) => total + share, 0);
+  if (layer.kind === "probabilities") {
+    const mean = shares.reduce((total, share, level) => total + (share * level) / 255, 0);
+    return `Mean difference ${mean.toPrecision(3)}; more than 0.1 in ${percent(sum(26, 256))} of all pixels, more than 0.5 in ${percent(sum(128, 256))}.${about}`;
+  }
+  const [wrong, either] = [sum(2, 5), sum(1, 5)];
+  const found = layer.between.length ? "either finds a class" : "there is or was found a class";
+  const said = layer.between.length ? "They differ in" : "It is wrong in";
+  return `${said} ${percent(wrong)} of all pixels, ${exact ? "" : "about "}${grouped(Math.round(wrong * pixels))} px${either ? `; in ${percent(wrong / either)} of those where ${found}` : ""}.${about}`;
+}
+
+// The tiles of a segment of a plan, in words.
+function ofPlan(plan: Plan, index: number): string {
+  const of = plan.of ? `${plan.of}: ` : "";
+  const sides = (shape: readonly number[]) => shape.map((side) => Math.round(side).toLocaleString("en")).join(" × ");
+  const segment = plan.segments[index];
+  if (!segment) {
+    return `${of}planned for slides of ${sides(plan.shape)} px; others have plans of their own, which are seen while they are computed.`;
+  }
+  const bits = plan.exact === null ? " While the run is at this slide, the tiles of the segment that it computes are drawn." : plan.exact ? " Each pixel has the bits of the whole slide's prediction." : " They are of a plan that shows them at once; the whole slide's prediction may be rounded otherwise in its last digits.";
+  return `${of}${sides(segment.tile)} px each; computed from ${sides(segment.crop)} px, the dashed box around the one under the pointer.${bits}`;
 }

@@ -1,6 +1,7 @@
-import type { LayerInfo, SlideInfo } from "./api";
+import type { LayerInfo, SlideInfo, Work } from "./api";
 import { at, make } from "./dom";
-import { Stage, type LayerState, type Place, type Square } from "./stage";
+import type { Square } from "./lines";
+import { Stage, type LayerState, type Place } from "./stage";
 
 // One view of a slide, or two in step, each with what another network predicted.
 export class Panes {
@@ -13,6 +14,7 @@ export class Panes {
     moved: (place: Place) => void,
     waits: (why: string) => void,
     private readonly changed: () => void,
+    clicked: (x: number, y: number) => void,
   ) {
     const lacking = [false, false];
     const lacks = (index: number) => (on: boolean) => {
@@ -20,8 +22,8 @@ export class Panes {
       document.body.classList.toggle("too-far", lacking.some(Boolean));
     };
     this.stages = [
-      new Stage(at("stage"), at<HTMLCanvasElement>("grid-lines"), true, moved, lacks(0), waits),
-      new Stage(at("stage-2"), at<HTMLCanvasElement>("grid-lines-2"), false, () => undefined, lacks(1), waits),
+      new Stage(at("stage"), at<HTMLCanvasElement>("grid-lines"), sources, true, moved, lacks(0), waits, clicked),
+      new Stage(at("stage-2"), at<HTMLCanvasElement>("grid-lines-2"), sources, false, () => undefined, lacks(1), waits, clicked),
     ];
     this.stages[0].link(this.stages[1]);
     this.two = sources.length > 1;
@@ -42,7 +44,7 @@ export class Panes {
     const stage = this.stages[index]!;
     stage.source = source;
     this.arrange();
-    this.shown?.[1].layers.forEach((_, layer) => stage.draw(layer));
+    this.shown?.[1].layers.forEach((_, layer) => this.draw(layer)); // what compares both changes in both
     this.changed();
   }
 
@@ -88,7 +90,7 @@ export class Panes {
     return this.stages[0].slide;
   }
 
-  shows(layer: Pick<LayerInfo, "of">): boolean {
+  shows(layer: Pick<LayerInfo, "of"> & Partial<Pick<LayerInfo, "between">>): boolean {
     return this.seen.some((stage) => stage.shows(layer));
   }
 
@@ -104,13 +106,22 @@ export class Panes {
     return this.stages[0].showsGrid;
   }
 
-  showGrid(on: boolean): void {
-    this.stages.forEach((stage) => stage.showGrid(on));
+  showGrid(on: boolean, segment?: number): void {
+    this.stages.forEach((stage) => stage.showGrid(on, segment));
+  }
+
+  mark(works: Work[]): void {
+    this.seen.forEach((stage) => stage.mark(works));
+  }
+
+  // Draw a frame around a part of the slide.
+  frame(square: Square): void {
+    this.seen.forEach((stage) => stage.frame(square));
   }
 
   // Go to a part of the slide, and draw a frame around it.
   goTo(square: Square): void {
-    this.seen.forEach((stage) => stage.frame(square));
+    this.frame(square);
     this.leading.go({ x: square.x + square.side / 2, y: square.y + square.side / 2, width: 6 * square.side });
   }
 

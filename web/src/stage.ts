@@ -1,6 +1,7 @@
 import OpenSeadragon from "openseadragon";
 import * as api from "./api";
-import { at, grouped } from "./dom";
+import { Lines, type Square, type View } from "./lines";
+import { Readout } from "./readout";
 import { tileSource } from "./source";
 
 export interface LayerState {
@@ -17,12 +18,6 @@ export interface Place {
   width: number; // of what is seen
 }
 
-export interface Square {
-  x: number;
-  y: number;
-  side: number;
-}
-
 const SHARP = 0.6; // of its level, pixels of a live layer that a pixel of the screen shows at least
 
 // The slide that is looked at, and what lies over it.
@@ -33,23 +28,23 @@ export class Stage {
   private images: (OpenSeadragon.TiledImage | undefined)[] = [];
   private drawnLevels: (number | undefined)[] = []; // of live layers
   private states: LayerState[] = [];
-  private pointer: { x: number; y: number } | undefined;
-  private asked: AbortController | undefined;
-  private waiting = 0;
   private placed = 0;
   private slow = 0;
-  private grid = false;
-  private square: Square | undefined;
+  private readonly lines: Lines;
+  private readonly readout = new Readout();
   source = ""; // whose predictions it shows
 
   constructor(
     private readonly element: HTMLElement,
-    private readonly lines: HTMLCanvasElement,
+    canvas: HTMLCanvasElement,
+    private readonly sources: string[],
     private readonly first: boolean, // of two; it tells place, values and scale for both
     private readonly moved: (place: Place) => void,
     private readonly liveLacks: (lacks: boolean) => void,
     private readonly waits: (why: string) => void,
+    clicked: (x: number, y: number) => void,
   ) {
+    this.lines = new Lines(canvas);
     // OpenSeadragon brings a style sheet of its own, which the page's policy forbids, unless it finds this: an element
     // of no known kind.
     const known = document.createElementNS("urn:none", "style");
@@ -94,6 +89,12 @@ export class Stage {
     this.viewer.addHandler("animation-finish", changed);
     this.viewer.addHandler("resize", changed);
     this.viewer.addHandler("open", changed);
+    this.viewer.addHandler("canvas-click", (event) => {
+      const spot = this.spot(event.position);
+      if (event.quick && spot) {
+        clicked(...spot);
+      }
+    });
     element.addEventListener("pointermove", (event) => {
       const rect = element.getBoundingClientRect();
       const pointer = { x: event.clientX - rect.left, y: event.clientY - rect.top };
@@ -143,21 +144,36 @@ export class Stage {
 
   // The pointer is here, in pixels of the element; a cross shows the place where it is in the `other` one.
   private point(at_: { x: number; y: number } | undefined, other = false): void {
-    this.pointer = at_;
+    this.lines.pointer = at_;
     const cross = this.element.parentElement!.querySelector<HTMLElement>(".cross")!;
     cross.hidden = !other;
     if (at_) {
       cross.style.translate = `${at_.x}px ${at_.y}px`;
     }
-    if (this.grid) {
+    if (this.lines.grid) {
       this.drawLines();
     }
     this.read();
   }
 
-  // Layers that belong to no source are everybody's.
-  shows(layer: { of: string }): boolean {
-    return !layer.of || layer.of === this.source;
+  // Layers that belong to no source are everybody's; what compares two belongs to those that are chosen.
+  shows({ of, between = [] }: { of: string; between?: string[] }): boolean {
+    const chosen = [this.source, this.other?.source];
+    return (!of || of === this.source || !this.sources.includes(of)) && between.every((each) => chosen.includes(each));
+  }
+
+  // Return the pixel of level 0 that is at a place of the screen.
+  private spot(place: { x: number; y: number }): [x: number, y: number] | undefined {
+    if (!this.info || !this.viewer.world.getItemAt(0)) {
+      return undefined;
+    }
+    const point = this.viewer.viewport.pointFromPixel(new OpenSeadragon.Point(place.x, place.y), true);
+    return [Math.floor(point.x * this.info.width), Math.floor(point.y * this.info.width)];
+  }
+
+  // The pixel in the middle.
+  get middle(): [x: number, y: number] | undefined {
+    return this.spot({ x: this.element.clientWidth / 2, y: this.element.clientHeight / 2 });
   }
 
   close(): void {
@@ -177,7 +193,9 @@ export class Stage {
     this.states = states;
     this.images = [];
     this.drawnLevels = [];
-    this.square = undefined;
+    this.lines.square = undefined;
+    this.lines.works = [];
+    this.lines.segment = -1;
     this.viewer.close();
     const source = tileSource(info.width, info.height, info.tile, info.levels, (level, x, y) =>
       api.tile(number, 0, level, x, y, ""), false);
@@ -212,6 +230,9 @@ export class Stage {
     const live = layer.live ? this.liveLevel(layer) : undefined;
     this.images[index] = undefined;
     this.drawnLevels[index] = live;
+    if (layer.live) {
+      this.tellWhatLacks();
+    }
     if (!state.on || !this.shows(layer) || (layer.live && live === undefined)) {
       if (old) {
         this.viewer.world.removeItem(old);
@@ -260,83 +281,37 @@ export class Stage {
   }
 
   get showsGrid(): boolean {
-    return this.grid;
+    return this.lines.grid;
   }
 
-  showGrid(on: boolean): void {
-    this.grid = on;
+  showGrid(on: boolean, segment = this.lines.segment): void {
+    this.lines.grid = on;
+    this.lines.segment = segment;
     this.drawLines();
   }
 
   // Draw a frame around a part of the slide.
   frame(square: Square): void {
-    this.square = square;
+    this.lines.square = square;
     this.drawLines();
   }
 
-  private drawLines(): void {
-    const canvas = this.lines;
-    const seen = this.place();
-    const plan = this.grid ? this.info?.plans.find((each) => this.shows(each)) : undefined;
-    canvas.hidden = !seen || !(plan || this.square);
-    if (canvas.hidden) {
-      return;
-    }
-    const [wide, high] = [this.element.clientWidth, this.element.clientHeight];
-    const dense = window.devicePixelRatio;
-    canvas.width = wide * dense;
-    canvas.height = high * dense;
-    const pen = canvas.getContext("2d")!;
-    const scale = wide / seen!.width;
-    const [left, top] = [seen!.x - seen!.width / 2, seen!.y - high / scale / 2];
-    pen.setTransform(dense * scale, 0, 0, dense * scale, -left * dense * scale, -top * dense * scale);
-    if (this.square) {
-      const { x, y, side } = this.square;
-      for (const [colour, times] of [["#ffffff", 6], ["#d55e00", 3]] as const) {
-        pen.lineWidth = times / scale;
-        pen.strokeStyle = colour;
-        pen.strokeRect(x, y, side, side);
-      }
-    }
-    if (plan) {
-      this.drawGrid(plan, pen, scale, left, top);
+  // Mark what is computed now.
+  mark(works: api.Work[]): void {
+    const before = this.lines.works.length;
+    this.lines.works = works.filter((work) => work.slide === this.number && this.shows(work));
+    if (before || this.lines.works.length) {
+      this.drawLines();
     }
   }
 
-  // The tiles of the plan, and what the one under the pointer is computed from.
-  private drawGrid(plan: api.Plan, pen: CanvasRenderingContext2D, scale: number, left: number, top: number): void {
-    const info = this.info!;
+  private drawLines(): void {
+    const seen = this.place();
     const [wide, high] = [this.element.clientWidth, this.element.clientHeight];
-    const [height, width] = plan.tile;
-    if (Math.min(height, width) * scale < 6) {
-      return; // nothing but lines
-    }
-    const right = Math.min(left + wide / scale, info.width);
-    const bottom = Math.min(top + high / scale, info.height);
-    pen.beginPath();
-    for (let x = Math.max(0, Math.floor(left / width)) * width; x <= right; x += width) {
-      pen.moveTo(x, Math.max(0, top));
-      pen.lineTo(x, bottom);
-    }
-    for (let y = Math.max(0, Math.floor(top / height)) * height; y <= bottom; y += height) {
-      pen.moveTo(Math.max(0, left), y);
-      pen.lineTo(right, y);
-    }
-    for (const [colour, times] of [["#ffffffcc", 3], ["#1a1a1a", 1]] as const) {
-      pen.lineWidth = times / scale;
-      pen.strokeStyle = colour;
-      pen.stroke();
-    }
-    const crop = plan.crop;
-    if (this.pointer && crop) {
-      const [x, y] = [left + this.pointer.x / scale, top + this.pointer.y / scale];
-      const [haloY, haloX] = crop.map((side, axis) => (side - plan.tile[axis]!) / 2) as [number, number];
-      const [x0, y0] = [Math.floor(x / width) * width, Math.floor(y / height) * height];
-      pen.lineWidth = 2 / scale;
-      pen.strokeStyle = "#d55e00";
-      pen.setLineDash([8 / scale, 5 / scale]);
-      pen.strokeRect(x0 - haloX, y0 - haloY, width + 2 * haloX, height + 2 * haloY);
-    }
+    const scale = seen ? wide / seen.width : 1;
+    const view: View | undefined = seen && { left: seen.x - seen.width / 2, top: seen.y - high / scale / 2, scale, wide, high };
+    this.lines.plan = this.info?.plans.find((each) => each.segments.length && this.shows(each));
+    this.lines.draw(this.info, view);
   }
 
   setOpacity(index: number): void {
@@ -375,6 +350,18 @@ export class Stage {
     this.viewer.viewport.fitBounds(bounds, now);
   }
 
+  // The place of a part of the slide with its surroundings.
+  around({ x, y, side }: Square): Place {
+    return { x, y, width: Math.max(4 * side, this.element.clientWidth) };
+  }
+
+  // Say whether the middle of a part of the slide is in view.
+  sees({ x, y }: Square): boolean {
+    const seen = this.place();
+    const high = seen ? (seen.width * this.element.clientHeight) / this.element.clientWidth : 0;
+    return seen !== undefined && Math.abs(x - seen.x) < seen.width / 2 && Math.abs(y - seen.y) < high / 2;
+  }
+
   pan(dx: number, dy: number): void {
     const by = new OpenSeadragon.Point(dx * this.element.clientWidth, dy * this.element.clientHeight);
     this.viewer.viewport.panBy(this.viewer.viewport.deltaPointsFromPixels(by));
@@ -406,30 +393,26 @@ export class Stage {
     const ratio = this.element.clientWidth / seen.width; // of screen pixels to the slide's
     this.smooth(ratio < 2);
     if (this.first) {
-      at("zoom").textContent = info.mpp
-      ? `${grouped(ratio, ratio < 1 ? 3 : 1)} × (${grouped(info.mpp / ratio, 3)} µm a screen pixel)`
-      : `${grouped(ratio, ratio < 1 ? 3 : 1)} ×`;
-      drawScale(ratio, info.mpp);
+      this.readout.scale(ratio, info.mpp);
     }
-    let lacking = false;
-    const late: number[] = [];
-    info.layers.forEach((layer, index) => {
-      if (layer.live && this.states[index]?.on && this.shows(layer)) {
-        const level = this.liveLevel(layer);
-        lacking ||= level === undefined;
-        if (level !== this.drawnLevels[index]) {
-          late.push(index);
-        }
-      }
-    });
+    const late = this.liveLayers.filter((index) => this.liveLevel(info.layers[index]!) !== this.drawnLevels[index]);
     window.clearTimeout(this.placed);
     if (late.length) {
       this.placed = window.setTimeout(() => late.forEach((index) => this.draw(index)), 60);
     }
-    this.liveLacks(lacking);
+    this.tellWhatLacks();
     this.drawLines();
     this.moved(seen);
     this.read();
+  }
+
+  // Layers that are on and predicted now.
+  private get liveLayers(): number[] {
+    return (this.info?.layers ?? []).flatMap((layer, index) => (layer.live && this.states[index]?.on && this.shows(layer) ? [index] : []));
+  }
+
+  private tellWhatLacks(): void {
+    this.liveLacks(this.liveLayers.some((index) => this.liveLevel(this.info!.layers[index]!) === undefined));
   }
 
   private smoothed = true;
@@ -444,45 +427,14 @@ export class Stage {
 
   // Tell where the pointer is, or the middle of the view where there is none, and what is stored there.
   private read(): void {
-    const info = this.info;
-    if (!this.first || !info || !this.viewer.world.getItemAt(0)) {
-      return;
-    }
-    const at_ = this.pointer ?? { x: this.element.clientWidth / 2, y: this.element.clientHeight / 2 };
-    const point = this.viewer.viewport.pointFromPixel(new OpenSeadragon.Point(at_.x, at_.y), true);
-    const x = Math.floor(point.x * info.width);
-    const y = Math.floor(point.y * info.width);
-    const um = info.mpp ? ` · ${grouped(x * info.mpp, 1)}, ${grouped(y * info.mpp, 1)} µm` : "";
-    at("place").textContent = `${this.pointer ? "" : "middle: "}x ${grouped(x)}, y ${grouped(y)} px${um}`;
-    window.clearTimeout(this.waiting);
-    this.asked?.abort();
-    if (x < 0 || y < 0 || x >= info.width || y >= info.height) {
-      at("values").textContent = "";
-      return;
-    }
-    this.waiting = window.setTimeout(() => void this.readValues(x, y, info), 40);
-  }
-
-  private async readValues(x: number, y: number, info: api.SlideInfo): Promise<void> {
-    const asked = (this.asked = new AbortController());
-    try {
-      const live = info.layers.some((layer, index) => layer.live && (this.images[index] ?? this.other?.images[index]));
-      const found = await api.values(this.number, y, x, live, asked.signal);
-      if (found && !asked.signal.aborted) {
-        const pixel = found.pixel.map((value, index) => `${info.channels[index] ?? index + 1} ${short(value)}`).join(", ");
-        const drawn = ([layer]: [string, string]) => Number(this.states[Number(layer) - 1]?.on ?? false); // these first
-        const over = Object.entries(found.layers).sort((one, two) => drawn(two) - drawn(one)).map(([layer, text]) => `${called(info.layers[Number(layer) - 1]!)}: ${text}`);
-        at("values").textContent = [pixel, ...over].join(" · ");
-      }
-    } catch (error) {
-      if (!asked.signal.aborted) {
-        at("values").textContent = String((error as Error).message);
-      }
+    const pointer = this.lines.pointer;
+    const spot = pointer ? this.spot(pointer) : this.middle;
+    if (this.first && this.info && spot) {
+      const live = this.info.layers.some((layer, index) => layer.live && (this.images[index] ?? this.other?.images[index]));
+      this.readout.tell(this.number, this.info, ...spot, !pointer, live, (layer) => this.states[layer]?.on ?? false);
     }
   }
 }
-
-export const called = (layer: api.LayerInfo) => (layer.of ? `${layer.name} (${layer.of})` : layer.name);
 
 export function styleOf(layer: api.LayerInfo, state: LayerState): string {
   const words: string[] = [];
@@ -493,18 +445,4 @@ export function styleOf(layer: api.LayerInfo, state: LayerState): string {
     words.push(...(state.hidden.size ? [`hide=${[...state.hidden].sort((a, b) => a - b).join(",")}`] : []));
   }
   return words.join("&");
-}
-
-const short = (value: number | null) => (value === null ? "no number" : Number.isInteger(value) ? String(value) : value.toPrecision(5));
-
-// A bar of a round length, about a seventh of the view.
-function drawScale(ratio: number, mpp: number | null): void {
-  const bar = at("scale");
-  const unit = mpp ?? 1;
-  const most = (180 / ratio) * unit;
-  const power = 10 ** Math.floor(Math.log10(most));
-  const length = ([5, 2, 1].find((times) => times * power <= most) ?? 1) * power;
-  bar.style.width = `${(length / unit) * ratio}px`;
-  const text = mpp === null ? `${grouped(length)} px` : length >= 1e6 ? `${length / 1e6} m` : length >= 1000 ? `${length / 1000} mm` : `${Number(length.toPrecision(2))} µm`;
-  (bar.firstElementChild as HTMLElement).textContent = text;
 }

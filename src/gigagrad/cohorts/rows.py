@@ -40,6 +40,7 @@ from pathlib import Path
 from typing import Final, Literal, get_args
 
 from gigagrad.errors import ConfigError
+from gigagrad.events import SlideBegun
 from gigagrad.images import Image, open_image
 from gigagrad.images.layout import plain_stem
 
@@ -126,6 +127,12 @@ class Row:
     def files(self) -> tuple[Path, ...]:
         """Return the slide's files and its masks."""
         return tuple(path for part in self.members for path in (part.slide, *part.further_slides, *part.masks))
+
+    def begun(self, image: Image | None = None, transform: int = 0) -> SlideBegun:
+        """Tell that its tiles come next; `image` is the slide as `open` opens it, None of a bag."""
+        if image is None:
+            return SlideBegun(self.slide)
+        return SlideBegun(self.slide, image.levels[0].shape, image.shape[1:], transform)
 
     def open(self, level: int = 0, mpp: float | None = None) -> Image:
         """Open the slide and its further images as one; `mpp`, of level 0, is over all else. Raises `ImageError`."""

@@ -29,6 +29,7 @@ from gigagrad.execution.placing import Sources, placed
 from gigagrad.execution.planner import Planner
 from gigagrad.execution.predicted_image import PredictedImage
 from gigagrad.execution.prepared import Prepared
+from gigagrad.execution.probes import whole_begun
 from gigagrad.execution.recorded import RecordedRun, RecordedStep
 from gigagrad.execution.rounding_error import average_in
 from gigagrad.execution.run import Run
@@ -496,6 +497,7 @@ class Engine:
         composite, graph = self._composite, prepared.graph
         tensors = (*composite.named_tensors().values(), *graph.closed.values())
         compute = partial(self._in_tiles, phase, prepared, draws)
+        self.events.emit(whole_begun(prepared.plan, phase))
         run = step.run(graph, sources, seed_values(graph, draws), tensors, compute)
         if isinstance(run, RecordedRun):
             tiles = prepared.plan.tile_count

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import time
+from functools import partial, reduce
 from itertools import pairwise
 
+from gigagrad.boxes import Box
 from gigagrad.devices import MemoryGuard
-from gigagrad.events import Events, Notice, TileDone
+from gigagrad.events import Events, Notice, TileBegun, TileDone, TilePlace
 from gigagrad.execution.executor import Executor
 from gigagrad.execution.prepared import Prepared
+from gigagrad.plans import Plan, Segment, TileGeometry
 
 _PRIOR = 0.1
 """The share of a step's tiles that the plan's own seconds stand for."""
@@ -19,6 +22,9 @@ class Probe:
 
     def pass_begins(self, index: int, fresh_bytes: int) -> None:
         """Begin one of the plan's passes; its buffers, taken next, add `fresh_bytes` to the memory of tiles."""
+
+    def tile_begins(self, phase: str, segment: Segment, tile: TileGeometry) -> None:
+        """Hand a tile to whoever computes it."""
 
     def tile_done(self, phase: str) -> None:
         """Count a tile whose results are where they belong."""
@@ -31,7 +37,7 @@ class Progress(Probe):
     """
 
     def __init__(self, prepared: Prepared, events: Events) -> None:
-        self._plan, self._events = prepared.plan, events
+        self._prepared, self._plan, self._events = prepared, prepared.plan, events
         seconds = self._plan.predicted_seconds
         planned = [share * seconds for share in self._plan.pass_shares]
         self._foretold = planned if prepared.taken is None else prepared.taken
@@ -51,6 +57,11 @@ class Progress(Probe):
         self._passes_began.append(time.perf_counter())
         segment = self._plan.segments[self._plan.passes[index].segment]
         self._of_tile = self._foretold[index] / segment.tile_count
+
+    def tile_begins(self, phase: str, segment: Segment, tile: TileGeometry) -> None:
+        place = partial(place_of, self._prepared, segment, tile)
+        count = len(self._plan.segments)
+        self._events.emit(TileBegun(phase, segment.index, count, self._done, self._tile_count, place))
 
     def tile_done(self, phase: str) -> None:
         self._done += 1
@@ -86,3 +97,27 @@ class Memory(Probe):
                 "the process holds more than was planned; to stay within the budget, fewer tiles are computed at a time"
             )
             self._events.emit_once(Notice(told))
+
+
+def place_of(prepared: Prepared, segment: Segment, tile: TileGeometry) -> TilePlace:
+    """Find where a tile is in the image."""
+    grid, image = prepared.grid(segment), image_size(prepared.plan)
+    graph, target = grid.graph, grid.graph[grid.reference]
+    shape = target.size(0), target.size(1)
+    box = tile.wanted(target.id).resized(shape, image)
+    read = ((graph[i], tile.box(i)) for i in segment.reads)
+    crops = [crop.resized((node.size(0), node.size(1)), image) for node, crop in read if crop is not None]
+    height, width = (side * of / own for side, of, own in zip(grid.tile, image, shape, strict=True))
+    return TilePlace(box, reduce(Box.hull, crops, box), (height, width))
+
+
+def image_size(plan: Plan) -> tuple[int, int]:
+    """Return the height and width of a plan's image, in pixels; of a bag in patches, one in each row."""
+    *bag, _, height, width = plan.image_shape
+    return (bag[0], 1) if bag != [1] else (height, width)
+
+
+def whole_begun(plan: Plan, phase: str) -> TileBegun:
+    """Tell that all of an image is computed at once."""
+    whole = Box.whole(*image_size(plan))
+    return TileBegun(phase, 0, 1, 0, 1, lambda: TilePlace(whole, whole, whole.shape))

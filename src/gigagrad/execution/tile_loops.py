@@ -140,7 +140,11 @@ class TileLoops:
                 shares = bound.programs.at(tile).run(tile, inputs.crops, boundary, context)
             return tile.wanted(output), shares[output]
 
-        read = ((tile, self._buffers.inputs(segment, tile, backward=False)) for tile in tiles)
+        def read_for(tile: TileGeometry) -> tuple[TileGeometry, TileInputs]:
+            self._begin("forward", segment, tile)
+            return tile, self._buffers.inputs(segment, tile, backward=False)
+
+        read = map(read_for, tiles)
         with self._watch.computing_tiles():
             yield from self._executor.in_order(read, work)
 
@@ -309,6 +313,7 @@ class TileLoops:
         def in_turn(numbered: tuple[int, TileGeometry], found: tuple[TileInputs, bytes]) -> Item:
             (chunk, tile), (inputs, tile_hash) = numbered, found
             self._journal.reads(chunk, tile_hash)
+            self._begin("backward" if backward else "forward", segment, tile)
             return chunk, tile, inputs
 
         alone = sum(len(chunks.tiles(chunk)) for chunk in chosen) == 1  # then nothing is computed meanwhile
@@ -324,6 +329,10 @@ class TileLoops:
 
         with watch.computing_tiles():
             yield from self._executor.in_order(read, work_and_look)
+
+    def _begin(self, phase: str, segment: Segment, tile: TileGeometry) -> None:
+        for probe in self._probes:
+            probe.tile_begins(phase, segment, tile)
 
     def _tell(self, phase: str, tiles: int = 1) -> None:
         for _ in range(tiles):

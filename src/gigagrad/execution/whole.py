@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_map_only
 
 from gigagrad.events import Events, TileDone
 from gigagrad.execution.prepared import Prepared
+from gigagrad.execution.probes import whole_begun
 from gigagrad.execution.refusals import refused_by_pytorch
 from gigagrad.execution.sources import Source
 from gigagrad.graphs import LossModule
@@ -82,6 +83,7 @@ class WholeRun:
         cost = self._prepared.graph.whole[self._backward]
         before = Copies([] if device.is_host else self._written())
         watch = device.memory_guard(plan.predicted_peak_bytes, plan.budget_bytes)
+        self._events.emit(whole_begun(plan, "whole image"))
         try:
             watch.begin_pass(cost.peak_bytes, 0, unseen_bytes(cost) if step.from_heap else 0)
             computing = watch.computing_whole if step.watched else watch.computing_tiles

@@ -189,7 +189,9 @@ class SegmentTiles:
         return total(self.amounts(cost))
 
     def describe(self, cost: TileCost) -> SegmentPlan:
-        segment = self.segment
+        segment, graph = self.segment, self.problem.graph
+        target = graph[reference(graph, segment)]
+        read = max((i for i in segment.reads if i in cost.crops), key=lambda i: prod(cost.crops[i]), default=target.id)
         return SegmentPlan(
             computes=segment,
             tile=cost.tile,
@@ -203,6 +205,8 @@ class SegmentTiles:
             beside_bytes=self.mapped_bytes(cost),
             forward_seconds=self._pass_seconds(cost, "forward"),
             backward_seconds=self._pass_seconds(cost, "backward") if self.backward else 0.0,
+            shape=(target.size(0), target.size(1)),
+            read_shape=(graph[read].size(0), graph[read].size(1)),
         )
 
     def read_by(self, readers: int) -> None:

@@ -44,6 +44,10 @@ class SegmentPlan:
     """One pass of this segment without and with gradients, by the cost model."""
     saved_tiles: int = 0
     """Tiles whose activations are saved from the forward to the backward pass (`gigagrad.plans.saving`)."""
+    shape: tuple[int, int] = (0, 0)
+    """Height and width of the field that `tile` is of; nothing in plans of earlier versions."""
+    read_shape: tuple[int, int] = (0, 0)
+    """Height and width of the field that `crop` is of."""
 
     @property
     def index(self) -> int:

@@ -23,6 +23,7 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
+from gigagrad.at_work import WorkFile
 from gigagrad.cohorts import Row, find_slides
 from gigagrad.cohorts.patches import Bags, joined
 from gigagrad.cohorts.records import FILE_NAME, MadeWith, SlideResult, file_names, read_records, summary, write_record
@@ -55,7 +56,7 @@ class Predictor:
     """The network, its engine and the settings of a prediction. Raises `ConfigError` and `ModelError`."""
 
     def __init__(self, config: PredictConfig, events: Events) -> None:
-        self.config, self.out = config, Path(config.out)
+        self.config, self.out, self._events = config, Path(config.out), events
         spec, self.model = load_model(config.model_path, config.trust)
         self.table, self.loss, self.look = config.resolved_table, config.run_loss, config.resolved_input_view
         self.bags = bags_for(config, spec)
@@ -175,6 +176,7 @@ class Predictor:
                     level = level_near(slide, self.config.target_mpp)
             slide = opened.enter_context(entry.open(level, self.config.mpp))
             result = dataclasses.replace(result, height=slide.height, width=slide.width, mpp=slide.mpp)
+            self._events.emit(entry.begun(slide))
             seen = self.look.of(slide)
             check_intensities(self.model, seen)
             shape = image_shape(self.engine, seen)
@@ -245,6 +247,7 @@ class Predictor:
     def _score_bag(self, bags: Bags, entry: Row, result: SlideResult) -> SlideResult:
         """Score all patches of a slide or a case, and write their attention."""
         with bags.open(entry) as bag:
+            self._events.emit(entry.begun())
             check_intensities(self.model, bag)
             if self._attending is None or "attention" not in result.files:
                 found = self._scored(entry, output_of(self.engine, bag), result)
@@ -332,7 +335,8 @@ def predict(
         return result, "done before" if known else _in_words(result)
 
     done = {entry for entry, known in before.items() if known}
-    results = run_job("predict", slides, share, out, events, work, done, subject=predictor.made_with.model)
+    with WorkFile(out) as at_work, events.listening(at_work):
+        results = run_job("predict", slides, share, out, events, work, done, subject=predictor.made_with.model)
 
     def merged() -> dict[Path, str]:
         """Make the files of all records: the cohort's in its order, then those of earlier runs by name."""

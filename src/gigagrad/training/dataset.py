@@ -28,6 +28,7 @@ from gigagrad.cohorts import Cohort, Row, cases_of
 from gigagrad.cohorts.patches import Bags
 from gigagrad.config.fit import FitConfig
 from gigagrad.errors import ConfigError, TargetError
+from gigagrad.events import Events
 from gigagrad.images import Image, InputView
 from gigagrad.images.bag import Bag
 from gigagrad.images.georeference import Georeference
@@ -63,7 +64,7 @@ class D4View(View):
     def __init__(self, image: Image, transform: int) -> None:
         if not 0 <= transform < D4_TRANSFORMS:
             raise ValueError(f"a transform is a number from 0 to {D4_TRANSFORMS - 1}, got {transform}")
-        self._quarters, self._mirrored = transform % 4, transform >= 4
+        self._transform, self._quarters, self._mirrored = transform, transform % 4, transform >= 4
         if transform % 2:
             channels, height, width = image.shape
             levels = tuple(dataclasses.replace(level, shape=level.shape[::-1]) for level in image.levels)
@@ -94,14 +95,7 @@ class D4View(View):
 
     def source_box(self, box: Box) -> Box:
         """Return the box of the underlying image that lands on `box` of this one."""
-        height, width = self.height, self.width
-        for _ in range(self._quarters):
-            # One quarter back: row y of the turned image is column (height - 1 - y) of the image before.
-            box = Box(box.x0, height - box.y1, box.x1, height - box.y0)
-            height, width = width, height
-        if self._mirrored:
-            box = Box(box.y0, width - box.x1, box.y1, width - box.x0)
-        return box
+        return box.turned_back(self._transform, self.height, self.width)
 
 
 def order_of(seed: int, epoch: int, count: int) -> list[int]:
@@ -273,7 +267,10 @@ class Dataset:
         table: ClassTable | None,
         bags: Bags | None = None,
         features: FeatureBags | None = None,
+        events: Events | None = None,
     ) -> None:
+        """`events` are told which slide is opened."""
+        self._events = events or Events()
         self._rule, self._level, self._look, self._labels, self._table = rule, level, look, labels, table
         self._bags, self._features = bags, features
         self._label_ids = dict(table.ids) if table is not None else {}
@@ -344,9 +341,11 @@ class Dataset:
         """
         with ExitStack() as stack:
             if (bags := self._features or self._bags) is not None:
+                self._events.emit(row.begun())
                 yield stack.enter_context(bags.open(row)), self.label(row)
                 return
             slide = stack.enter_context(row.open(self._level))
+            self._events.emit(row.begun(slide, transform))
             slide = self._look.of(slide)
             if row.label is not None:
                 yield _transformed(slide, transform), self.label(row)

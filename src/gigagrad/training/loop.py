@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from gigagrad.at_work import WorkFile
 from gigagrad.cohorts import Cohort, Row, Size, cases_of, check_images, class_table, read_cohort
 from gigagrad.cohorts.patches import Bags
 from gigagrad.config.fit import FitConfig
@@ -203,6 +204,7 @@ class _Run:
         metrics_bytes = self.resumed.metrics_bytes if self.resumed else 0
         self.log = stack.enter_context(RunLog(self.folder, metrics_bytes=metrics_bytes))
         self.events.subscribe(self.log)
+        self.events.subscribe(stack.enter_context(WorkFile(self.folder.path)))
         for name in self.config.trackers:
             tracker = Tracker(name, self.folder, self.progress.step, self.config.to_dict(), self.events)
             self.events.subscribe(stack.enter_context(tracker))
@@ -238,6 +240,7 @@ class _Run:
             table=self.table,
             bags=self.bags,
             features=self.features,
+            events=self.events,
         )
         grouped = self.loss.survival or len(cases_of(self.cohort.rows)) < len(self.cohort.rows)
         journal = self.folder.journal if config.journal else None

@@ -7,6 +7,7 @@ link that was named itself is its user's word. A file that has become a link sin
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -29,6 +30,8 @@ METRICS: Final = "metrics.jsonl"
 _MASKS_OF: Final = (".tif", ".tiff", ".png", ".zarr", ".geojson", ".json", ".xml", ".gz", ".zip")
 _MASK_FOLDERS: Final = ("annotations", "labels", "masks")
 """Names of folders that hold no slides, whatever the suffixes of their files."""
+_MASK_NAME: Final = re.compile(r"(?:(?P<of>.+)[ ._-])?(?:mask|masks|label|labels|labelmap)", re.IGNORECASE)
+"""Names of files that are masks where the slide that they are of lies beside them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +71,8 @@ class Item:
     table: ClassTable | None = None
     label: str = ""
     """A name for people, which no other slide has."""
+    plans: tuple[tuple[str, Path], ...] = ()
+    """The plans of runs that learn from it, by their names."""
 
     @property
     def name(self) -> str:
@@ -119,6 +124,13 @@ class Catalog:
     runs: tuple[Run, ...]
     parts: tuple[str, ...] = ()
 
+    @property
+    def folders(self) -> tuple[tuple[str, Path], ...]:
+        """Return the folders that a job may be filling now, by the names of runs and of predictions."""
+        predicted = {each.source: each.of for item in self.items for each in item.predictions if each.source.is_dir()}
+        named = [(of or path.name, path) for path, of in predicted.items()]
+        return (*((run.name, run.folder) for run in self.runs), *named)
+
 
 def find(
     sources: Sequence[Path],
@@ -142,7 +154,7 @@ def find(
         for each in below or [source]:
             if _is_run(each):
                 runs.append(Run("/".join(each.resolve().parts[-2:]), (each / METRICS).resolve(), not below))
-                items += _of_run(each)
+                items += _of_run(each, runs[-1].name)
             elif not (below and _is_mask_folder(each)):
                 try:
                     items += _of_predictions(each) if _is_predictions(each) else _of_slides(each)
@@ -204,8 +216,15 @@ def _merged(items: Iterable[Item]) -> list[Item]:
             labels=tuple(dict.fromkeys((*known.labels, *item.labels))),
             predictions=tuple(dict.fromkeys((*known.predictions, *item.predictions))),
             table=known.table or item.table,
+            plans=tuple(dict.fromkeys((*known.plans, *item.plans))),
         )
-    return list(found.values())
+    over = {
+        path
+        for item in found.values()
+        for paths in (*item.labels, *(each.files for each in item.predictions))
+        for path in paths
+    }
+    return [item for path, item in found.items() if path not in over]
 
 
 def _named(items: Sequence[Item], runs: Sequence[Run]) -> list[Item]:
@@ -272,10 +291,31 @@ def _of_slides(source: Path) -> list[Item]:
         rows = tuple(row for row in rows if all(path.resolve().is_relative_to(inside) for path in row.files))
         if not rows:
             raise ConfigError(f"all slides in {source} are links to other folders; name those")
-    return [Item(row, labels=(row.masks,) if row.masks else ()) for row in rows]
+    beside = _masks_beside(rows) if source.is_dir() and not any(row.masks for row in rows) else {}
+    masks = {path for paths in beside.values() for path in paths}
+    return [
+        Item(row, labels=tuple((path,) for path in beside.get(row.slide, ())) or ((row.masks,) if row.masks else ()))
+        for row in rows
+        if row.slide not in masks
+    ]
 
 
-def _of_run(folder: Path) -> list[Item]:
+def _masks_beside(rows: Sequence[Row]) -> dict[Path, list[Path]]:
+    """Find the files of a folder that are called as masks of others: `NAME_mask.tif` beside `NAME.svs`, or `mask.tif`
+    beside the only slide; by the slide that each is of.
+    """
+    called = {row.slide: _MASK_NAME.fullmatch(row.name) for row in rows}
+    slides = {row.name: row.slide for row in rows if not called[row.slide]}
+    found: dict[Path, list[Path]] = {}
+    for path, match in called.items():
+        only = next(iter(slides.values())) if len(slides) == 1 else None
+        of = None if match is None else slides.get(match["of"]) if match["of"] else only
+        if of is not None:
+            found.setdefault(of, []).append(path)
+    return found
+
+
+def _of_run(folder: Path, name: str) -> list[Item]:
     """Return the slides of a run's cohort, as far as its settings say where that is."""
     try:
         settings = read_yaml(folder / "config.yaml")
@@ -284,7 +324,9 @@ def _of_run(folder: Path) -> list[Item]:
         rows = find_slides([Path(str(cohort))]) if cohort else ()
     except (GigagradError, OSError, ValueError, AttributeError, TypeError):
         return []  # its curves are there all the same
-    return [Item(row, labels=(row.masks,) if row.masks else (), table=table) for row in rows]
+    plan = (folder / "plan.json").resolve()
+    plans = ((name, plan),) if plan.is_relative_to(folder.resolve()) else ()
+    return [Item(row, labels=(row.masks,) if row.masks else (), table=table, plans=plans) for row in rows]
 
 
 def _with_predictions(items: Sequence[Item], predictions: Path) -> list[Item]:

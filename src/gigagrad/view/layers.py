@@ -7,17 +7,18 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from math import prod
 from typing import Any, Final, Literal, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
-from gigagrad.boxes import Box
+from gigagrad.boxes import Box, tiles
 from gigagrad.errors import ConfigError
 from gigagrad.images import MaskClass
 from gigagrad.images.pixels import Array
 from gigagrad.masks.classes import IGNORED, as_bytes, mask_classes
-from gigagrad.view.pyramids import AGREED, FALSE, MISSED, OTHER_CLASS, Pyramid
+from gigagrad.view.pyramids import AGREED, FALSE, MISSED, OTHER_CLASS, TILE, Pyramid
 
 Picture = NDArray[np.uint8]
 
@@ -39,6 +40,15 @@ ERRORS: Final = (
     MaskClass(OTHER_CLASS, "another class", (204, 121, 167)),
 )
 """Kinds of pixels of a prediction beside a label, in colours of Okabe and Ito (2008)."""
+
+_COUNTED_PX: Final = 2**24
+"""The most pixels of a level that are counted."""
+
+
+def differences(one: str, other: str) -> tuple[MaskClass, ...]:
+    """Return the kinds of pixels of two predictions, by the names of what predicted them."""
+    names = ("the same class", f"only in {other}", f"only in {one}", "another class")
+    return tuple(MaskClass(kind.id, name, kind.color) for kind, name in zip(ERRORS, names, strict=True))
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +79,8 @@ class Layer:
     """A picture over a slide: `classes`, `errors` (ids of `ERRORS`) or `probabilities`, a channel for each of classes.
 
     `name` is what a person calls it; `part` is where it lies, in pixels of the slide's level 0, None for all of it.
-    `live`: tiles are computed when they are asked for, by a network. `of`: what predicted it, where several did.
+    `live`: tiles are computed when they are asked for, by a network. `of`: what predicted it, where several did;
+    `between`: the two that it compares.
     """
 
     name: str
@@ -79,6 +90,7 @@ class Layer:
     part: Box | None = None
     live: bool = False
     of: str = ""
+    between: tuple[str, ...] = ()
 
     def picture(self, level: int, column: int, row: int, style: Style) -> bytes | None:
         """Draw a tile as a PNG with transparency, None for a tile that there is not. Raises `ImageError`."""
@@ -109,6 +121,27 @@ class Layer:
         number = int(found[0])
         known = next((kind.name for kind in self.classes if kind.id == number), None)
         return known or {0: "background", IGNORED: "ignored"}.get(number, f"class {number}")
+
+    def counts(self, channel: int = 0) -> dict[str, Any] | None:
+        """Count the pixels of each class id, or of each of 256 levels of probability, at the first level that is small
+        enough: `shares` of all pixels, and whether that is `exact`, of level 0. None for what a network predicts now.
+        """
+        if self.live:
+            return None
+        shapes = self.pyramid.shapes
+        level = next((at for at, shape in enumerate(shapes) if prod(shape) <= _COUNTED_PX), len(shapes) - 1)
+        counts = np.zeros(256, np.int64)
+        for box in tiles(*shapes[level], TILE, TILE):
+            pixels = self.pyramid.read(level, box)
+            shown = pixels[min(channel, len(pixels) - 1)]
+            levels = as_levels(shown) if self.kind == "probabilities" else as_bytes(shown)
+            counts += np.bincount(levels.reshape(-1), minlength=256)
+        return {"shares": (counts / prod(shapes[level])).tolist(), "pixels": prod(shapes[0]), "exact": not level}
+
+
+def apart(one: Array, other: Array) -> Picture:
+    """Return by how much probabilities of two pictures differ, in levels of 0 to 255."""
+    return np.maximum(as_levels(one), as_levels(other)) - np.minimum(as_levels(one), as_levels(other))
 
 
 def classes_in(ids: Array, known: Sequence[MaskClass] = ()) -> tuple[MaskClass, ...]:

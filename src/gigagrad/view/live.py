@@ -16,10 +16,12 @@ from typing import Any, Final, TypeVar
 import numpy as np
 import torch
 
+from gigagrad.at_work import Work
 from gigagrad.boxes import Box
+from gigagrad.cohorts import Row
 from gigagrad.config.predict import PredictConfig
 from gigagrad.errors import ConfigError, ModelError
-from gigagrad.events import Events
+from gigagrad.events import Events, SlideBegun
 from gigagrad.images import Image
 from gigagrad.images.image import View
 from gigagrad.images.pixels import Array
@@ -65,7 +67,9 @@ class Live:
             trust=tuple(trust),
         )
         self.name = name
-        self._config, self._predictor = config, Predictor(config, Events())
+        self.work = Work()
+        """What it computes now."""
+        self._config, self._predictor = config, Predictor(config, Events((self.work,)))
         if self._predictor.bags is not None:
             raise ConfigError(f"{model} reads patches and scores slides; a page can show what predicts an image only")
         self._thread = ThreadPoolExecutor(1, "gigagrad-network")
@@ -74,8 +78,8 @@ class Live:
         """Do work in the network's thread."""
         return self._thread.submit(work).result()
 
-    def layers(self, slide: Image, held: ExitStack) -> tuple[tuple[Layer, ...], dict[str, Any]]:
-        """Make the layers of an open slide, and say where the tiles of the plan lie, in pixels of level 0; what layers
+    def layers(self, slide: Image, row: Row, held: ExitStack) -> tuple[tuple[Layer, ...], dict[str, Any]]:
+        """Make the layers of an open slide, and say where the tiles of the plan lie, in pixels of level 0; what they
         hold is closed with `held`. Raises as `predict` of the slide.
         """
         predictor = self._predictor
@@ -95,8 +99,9 @@ class Live:
         logits = self.call(lambda: predictor.engine.at(seen, at_once=seconds > _MOST_BEFORE_SECONDS))
         plan = logits.plan
         held.callback(self.call, logits.close)
-        self._thread.submit(logits.read, Box.whole(1, 1))  # what comes before the first tile, while nobody waits for it
-        computed = _Computed(logits, self)
+        computed = _Computed(logits, self, row.begun(own))
+        # What comes before the first tile, while nobody waits for it.
+        self._thread.submit(computed.read_here, Box.whole(1, 1))
         classes = tuple(kind for kind in named if kind.id)
         ids = ImagePyramid(_Ids(computed, channels, self._config.threshold), ids=True, coarsest=_COARSEST)
         shares = ImagePyramid(_Probabilities(computed, channels), coarsest=_COARSEST)
@@ -104,23 +109,31 @@ class Live:
             Layer("Prediction now", "classes", ids, classes, live=True, of=self.name),
             Layer("Probabilities now", "probabilities", shares, named, live=True, of=self.name),
         )
-        scale = slide.height / own.height
-        last = plan.segments[-1]
-        tile, crop = ([side * scale for side in sides] for sides in (last.tile, last.crop))
-        # Where fields are kept, a tile is computed from crops of those.
-        exact = seconds <= _MOST_BEFORE_SECONDS
-        return layers, {"of": self.name, "tile": tile, "crop": None if plan.kept else crop, "exact": exact}
+        full, exact = slide.levels[0].shape, seconds <= _MOST_BEFORE_SECONDS
+        segments = [
+            {
+                "tile": [side * of / own for side, of, own in zip(each.tile, full, each.shape, strict=True)],
+                "crop": [side * of / own for side, of, own in zip(each.crop, full, each.read_shape, strict=True)],
+            }
+            for each in plan.segments
+        ]
+        return layers, {"of": self.name, "shape": own.shape[1:], "segments": segments, "exact": exact}
 
 
 class _Computed(View):
     """The output of the network, read in its thread."""
 
-    def __init__(self, logits: Image, live: Live) -> None:
+    def __init__(self, logits: Image, live: Live, slide: SlideBegun) -> None:
         super().__init__(logits)
-        self._live = live
+        self._live, self._slide = live, slide
 
     def _read_inside(self, box: Box) -> Array:
-        return self._live.call(lambda: np.asarray(self._image.read(box)))
+        return self._live.call(lambda: self.read_here(box))
+
+    def read_here(self, box: Box) -> Array:
+        """Read in the network's thread, and say so meanwhile."""
+        with self._live.work.on(self._slide):
+            return np.asarray(self._image.read(box))
 
 
 class _Probabilities(View):

@@ -22,6 +22,7 @@ from gigagrad.threads import SideThreads
 from gigagrad.view.catalog import Catalog
 from gigagrad.view.curves import read_curves
 from gigagrad.view.layers import Style
+from gigagrad.view.plans import work_on, works_of
 from gigagrad.view.slides import Opened, Slides
 
 with extra("view"):
@@ -82,10 +83,14 @@ def application(
         Route("/slides/{slide:int}/live", answers.live),
         Route("/slides/{slide:int}/thumbnail", answers.thumbnail),
         Route("/slides/{slide:int}/patches/{number:int}", answers.patches),
+        Route("/slides/{slide:int}/patches/{number:int}/{place:int}", answers.patch),
+        Route("/slides/{slide:int}/patches/{number:int}/at/{y:int}/{x:int}", answers.patch),
+        Route("/slides/{slide:int}/{layer:int}/counts", answers.counts),
         Route("/slides/{slide:int}/square/{x:int}/{y:int}/{side:int}", answers.square),
         Route("/slides/{slide:int}/pixel/{y:int}/{x:int}", answers.pixel),
         Route("/slides/{slide:int}/{layer:int}/{level:int}/{column:int}/{row:int}", answers.tile),
         Route("/runs/{run:int}/{start:int}", answers.curves),
+        Route("/now", answers.now),
     ]
     app = Starlette(routes=routes, exception_handlers={GigagradError: _told})
     return Guard(app, token, {host})
@@ -104,6 +109,7 @@ class _Answers:
         self._catalog, self._slides, self._page = catalog, slides, page
         self._threads, self._free = threads, asyncio.Semaphore(threads.count)
         self._tiles = _Recent(_CACHED_BYTES)
+        self._numbers = {str(item.row.slide): number for number, item in enumerate(catalog.items)}
 
     async def page(self, request: Request) -> Response:
         name, kind = _PAGE_FILES[request.url.path.lstrip("/")]
@@ -122,7 +128,8 @@ class _Answers:
         live = self._slides.live
         predicted = (each.of for item in self._catalog.items for each in item.predictions)
         sources = list(filter(None, dict.fromkeys((*(each.name for each in live), *predicted))))
-        return _json({"slides": slides, "runs": runs, "live": bool(live), "sources": sources})
+        works = bool(live or self._catalog.folders)
+        return _json({"slides": slides, "runs": runs, "live": bool(live), "sources": sources, "works": works})
 
     async def slide(self, request: Request) -> Response:
         return await self._of_slide(request, lambda opened: _json(opened.describe()))
@@ -136,9 +143,41 @@ class _Answers:
     async def patches(self, request: Request) -> Response:
         def listed(opened: Opened) -> Response:
             found = opened.patches(request.path_params["number"])
-            return _not_there() if found is None else _json(found)
+            return _not_there() if found is None else _json(found.ends())
 
         return await self._of_slide(request, listed)
+
+    async def patch(self, request: Request) -> Response:
+        """Answer with the patch at a place of their order, or with the one that holds a pixel."""
+        asked = request.path_params
+
+        def told(opened: Opened) -> Response:
+            found = opened.patches(asked["number"])
+            if found is None:
+                return _not_there()
+            return _json(found.nth(asked["place"]) if "place" in asked else found.at(asked["y"], asked["x"]))
+
+        return await self._of_slide(request, told)
+
+    async def counts(self, request: Request) -> Response:
+        channel = Style.parse(dict(request.query_params)).channel
+        layer = request.path_params["layer"]
+
+        def told(opened: Opened) -> Response:
+            found = opened.counts(layer, channel)
+            return _not_there() if found is None else _json(found)
+
+        return await self._of_slide(request, told)
+
+    async def now(self, request: Request) -> Response:
+        """Answer with what is computed now, by runs, by predictions under way, and by the page's own networks."""
+
+        def told() -> Response:
+            own = [(live.name or "what is in view", live.work.describe()) for live in self._slides.live]
+            here = [{"of": of, **work_on(found, self._numbers)} for of, found in own if found is not None]
+            return _json([*works_of(self._catalog.folders, self._numbers), *here])
+
+        return await self._later(request, told)
 
     async def square(self, request: Request) -> Response:
         place = [request.path_params[name] for name in ("x", "y", "side")]

@@ -9,6 +9,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
+from itertools import combinations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -21,11 +22,12 @@ from gigagrad.images.opening import open_ids
 from gigagrad.images.pixels import Array
 from gigagrad.images.thumbnails import range_shown, samples
 from gigagrad.masks import ClassTable, LabelMap, is_annotation_file, open_mask, read_annotations
-from gigagrad.masks.classes import as_bytes, class_names, mask_classes
+from gigagrad.masks.classes import IGNORED, as_bytes, class_names, mask_classes
 from gigagrad.masks.outlines import in_pixels
 from gigagrad.view.catalog import Item, Predicted
-from gigagrad.view.layers import ERRORS, Layer, Shades, Style, classes_in, jpeg
-from gigagrad.view.patches import read_patches
+from gigagrad.view.layers import ERRORS, Layer, Shades, Style, apart, classes_in, differences, jpeg
+from gigagrad.view.patches import Patches
+from gigagrad.view.plans import read_plan
 from gigagrad.view.pyramids import TILE, ImagePyramid, MadePyramid, OutlinePyramid, Pyramid, errors
 
 if TYPE_CHECKING:
@@ -51,6 +53,7 @@ class Opened:
         self.item, self.problems = item, list[str]()
         self.plans: list[dict[str, Any]] = []
         """Sizes of the tiles of each network's plan."""
+        self._patches: dict[int, Patches] = {}
         self._live, self._lock, self._files = live, threading.Lock(), ExitStack()
         try:
             self.slide = self._files.enter_context(item.row.open())
@@ -71,12 +74,13 @@ class Opened:
         with self._lock:
             for live in self._live:
                 try:
-                    layers, plan = live.layers(self.slide, self._files)
+                    layers, plan = live.layers(self.slide, self.item.row, self._files)
                 except GigagradError as error:
                     self.problems.append(f"{live.name}: {error}" if live.name else str(error))
                     continue
                 self.layers += layers
                 self.plans.append(plan)
+            self.layers += tuple(_differences([layer for layer in self.layers if layer.live])) if self._live else ()
             self._live = ()
 
     def _layers(self, item: Item) -> Iterator[Layer]:
@@ -84,9 +88,12 @@ class Opened:
         labels = [self._tried(partial(self._label, item, paths)) for paths in item.labels]
         yield from filter(None, labels)
         label = next(filter(None, labels), None)
+        layers: list[Layer] = []
         for predicted in item.predictions:
-            for layer in self._of(predicted, predicted.table or item.table, label):
-                yield dataclasses.replace(layer, of=predicted.of)
+            own = self._of(predicted, predicted.table or item.table, label)
+            layers += [dataclasses.replace(layer, of=predicted.of) for layer in own]
+        yield from layers
+        yield from _differences(layers)
 
     def _of(self, predicted: Predicted, table: ClassTable | None, label: Layer | None) -> Iterator[Layer]:
         """Yield the layers of one prediction."""
@@ -210,7 +217,7 @@ class Opened:
             "levels": self.pyramid.shapes,
             "layers": [_described(layer) for layer in self.layers if not layer.live],
             "problems": list(self.problems),
-            "plans": [],
+            "plans": list(filter(None, (read_plan(*plan, slide) for plan in self.item.plans))),
             "patches": [each.of for each in self.item.predictions if each.patches is not None],
             "scores": self.item.scores,
         }
@@ -222,11 +229,16 @@ class Opened:
         layers = [_described(layer) for layer in self.layers if layer.live]
         return {"layers": layers, "plans": self.plans, "problems": self.problems[before:]}
 
-    def patches(self, number: int) -> dict[str, Any] | None:
-        """List the patches with most and with least attention, of the prediction with that number among those that
-        have any; None where there is none. Raises `ConfigError`."""
+    def patches(self, number: int) -> Patches | None:
+        """Read the patches of the prediction with that number among those that have any; None where there is none.
+        Raises `ConfigError`."""
         files = [each.patches for each in self.item.predictions if each.patches is not None]
-        return read_patches(files[number], self.slide.bounds) if number < len(files) else None
+        if number >= len(files):
+            return None
+        with self._lock:
+            if number not in self._patches:
+                self._patches[number] = Patches(files[number], self.slide.bounds)
+            return self._patches[number]
 
     def square(self, x: int, y: int, side: int) -> tuple[bytes, str] | None:
         """Draw a part of the slide, in pixels of level 0, at about the size of a stamp; None outside of the slide."""
@@ -248,6 +260,10 @@ class Opened:
             return None if picture is None else (picture, "image/png")
         box = self.pyramid.tile(level, column, row)
         return None if box is None else (jpeg(self.shades.of(self.pyramid.read(level, box))), "image/jpeg")
+
+    def counts(self, layer: int, channel: int) -> dict[str, Any] | None:
+        """Count the pixels of a layer, as `Layer.counts` does; None where there is none."""
+        return self.layers[layer - 1].counts(channel) if 0 < layer <= len(self.layers) else None
 
     def thumbnail(self) -> bytes:
         """Draw all of the slide, a few hundred pixels large."""
@@ -322,12 +338,42 @@ def plain_name(path: Path, slide: str) -> str:
     return path.stem.removeprefix(slide).strip("._- ") or path.stem
 
 
+def _differences(layers: Sequence[Layer]) -> Iterator[Layer]:
+    """Yield what compares two predictions of several: where classes differ, and by how much probabilities do."""
+    for one, other in combinations([layer for layer in layers if layer.of], 2):
+        same = (one.name, one.kind, one.part) == (other.name, other.kind, other.part)
+        if not same or one.of == other.of or not one.name.startswith(("Prediction", "Probabilities")):
+            continue
+        between, now = (one.of, other.of), " now" if one.live else ""
+        if one.kind == "classes":
+            pyramid = MadePyramid(
+                partial(_differing, _as_named(one.classes, other.classes)), one.pyramid, other.pyramid
+            )
+            kinds, name = differences(*between), f"Difference{now}"
+            yield Layer(name, "errors", pyramid, kinds, one.part, one.live, between=between)
+        elif len(one.classes) == len(other.classes):
+            pyramid, name = MadePyramid(apart, one.pyramid, other.pyramid), f"Difference of probabilities{now}"
+            yield Layer(name, "probabilities", pyramid, one.classes, one.part, one.live, between=between)
+
+
+def _as_named(ours: Sequence[MaskClass], theirs: Sequence[MaskClass]) -> dict[int, int]:
+    """Return our ids of their classes, by name; a class that we do not have gets an id that nobody has."""
+    ids = {kind.name: kind.id for kind in ours}
+    free = max((kind.id for kind in (*ours, *theirs)), default=0) + 1
+    return {kind.id: ids.get(kind.name, min(free, IGNORED - 1)) for kind in theirs}
+
+
+def _differing(ids: dict[int, int], one: Array, other: Array) -> Array:
+    return errors(one, _renamed(other, ids))
+
+
 def _described(layer: Layer) -> dict[str, Any]:
     part = layer.part
     return {
         "name": layer.name,
         "kind": layer.kind,
         "of": layer.of,
+        "between": layer.between,
         "live": layer.live,
         "levels": layer.pyramid.shapes,
         "part": None if part is None else [part.x0, part.y0, part.width, part.height],

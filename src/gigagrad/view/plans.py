@@ -1,0 +1,81 @@
+"""Read where the tiles of a run lie: those that its plan names, and those that are being computed now."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from gigagrad.at_work import works_in
+from gigagrad.files import read_json
+from gigagrad.images import Image
+
+_NUMBERS: Final = ("done", "jobs", "segment", "segments", "tile", "tiles", "seconds_left")
+_TEXTS: Final = ("job", "detail", "phase")
+_LONGEST: Final = 200
+_MOST_TILES: Final = 64
+
+
+def read_plan(of: str, path: Path, slide: Image) -> dict[str, Any] | None:
+    """Return the tiles of each segment of a run's plan in pixels of a slide's level 0; no `segments` where the plan is
+    of another size, whose `shape` is told. None where the file is damaged, or tells none of this.
+    """
+    try:
+        plan = read_json(path)
+        *bag, _, height, width = map(int, plan["image_shape"])
+        if path.is_symlink() or bag != [1]:
+            return None
+        fits = any((height, width) == level.shape for level in slide.levels)
+        segments = [_segment(each, slide) for each in plan["segments"]] if fits else []
+    except (ValueError, TypeError, KeyError, ZeroDivisionError, OverflowError, RecursionError):
+        return None
+    return {"of": of, "shape": [height, width], "segments": segments, "exact": None}
+
+
+def _segment(told: Mapping[str, Any], slide: Image) -> dict[str, Any]:
+    """Say where tiles lie. Raises `KeyError` for plans of earlier versions."""
+    sizes = {name: [float(side) for side in told[name]] for name in ("tile", "shape", "crop", "read_shape")}
+    whole = slide.levels[0].shape
+    tile = [side * of / own for side, of, own in zip(sizes["tile"], whole, sizes["shape"], strict=True)]
+    crop = [side * of / own for side, of, own in zip(sizes["crop"], whole, sizes["read_shape"], strict=True)]
+    if not all(map(math.isfinite, [*tile, *crop])) or min(tile) <= 0:
+        raise ValueError("a tile without pixels")
+    return {"tile": tile, "crop": [max(pair) for pair in zip(crop, tile, strict=True)]}
+
+
+def works_of(folders: Iterable[tuple[str, Path]], slides: Mapping[str, int]) -> Iterator[dict[str, Any]]:
+    """Yield what is computed now for folders, each with its name; `slides` are numbers of slides by their paths."""
+    for of, folder in folders:
+        for told in works_in(folder):
+            try:
+                yield {"of": of, **work_on(told, slides)}
+            except (ValueError, TypeError, KeyError, OverflowError):
+                continue  # not as we write it
+
+
+def work_on(told: Mapping[str, Any], slides: Mapping[str, int]) -> dict[str, Any]:
+    """Check what a job says of itself, for a page. Raises `ValueError`, `TypeError` or `KeyError`."""
+    path = str(told["slide"])
+    found: dict[str, Any] = {"slide": slides.get(path), "name": Path(path).name[:_LONGEST]}
+    found |= {name: float(told[name]) for name in _NUMBERS if name in told}
+    found |= {name: str(told[name])[:_LONGEST] for name in _TEXTS if name in told}
+    if "boxes" in told:
+        boxes = [_numbers(box, 4) for box in list(told["boxes"])[:_MOST_TILES]]
+        far = [bool(each) for each in told["far"]]
+        grid = _numbers(told["grid"], 2)
+        if min(grid) <= 0 or len(far) != 2:
+            raise ValueError("a tile without pixels")
+        found |= {"boxes": boxes, "crop": _numbers(told["crop"], 4), "grid": grid, "far": far}
+    elif "patches" in told:
+        found["patches"] = _numbers(told["patches"], 2)
+    if not all(map(math.isfinite, (found[name] for name in _NUMBERS if name in found))):
+        raise ValueError("no number")
+    return found
+
+
+def _numbers(values: Any, count: int) -> list[float]:
+    found = [float(value) for value in values]
+    if len(found) != count or not all(map(math.isfinite, found)):
+        raise ValueError(f"expected {count} numbers")
+    return found
