@@ -51,13 +51,13 @@ class Work:
     def __init__(self) -> None:
         self._jobs: list[JobStarted | JobAdvanced] = []
         self._slide: SlideBegun | None = None
-        self._tiles: deque[TileBegun] = deque(maxlen=_MOST_TILES)
+        self._tiles: deque[tuple[SlideBegun | None, TileBegun]] = deque(maxlen=_MOST_TILES)
         self._left = 0.0
 
     def __call__(self, event: Event) -> None:
         match event:
             case TileBegun():
-                self._tiles.append(event)
+                self._tiles.append((self._slide, event))
             case TileDone():
                 self._left = event.seconds_left
                 if self._tiles:
@@ -86,7 +86,8 @@ class Work:
 
     def describe(self) -> dict[str, Any] | None:
         """Say what is computed now, in plain types, None where that is nothing of a slide."""
-        slide, tiles, jobs = self._slide, list(self._tiles), self._jobs
+        begun, jobs = list(self._tiles), self._jobs
+        slide = begun[0][0] if begun else self._slide
         if slide is None:
             return None
         found: dict[str, Any] = {"slide": str(slide.slide.resolve())}
@@ -94,6 +95,7 @@ class Work:
             job = jobs[-1]
             done = job.done if isinstance(job, JobAdvanced) else 0
             found |= {"job": job.job, "done": done, "jobs": job.total, "detail": job.detail}
+        tiles = [tile for of, tile in begun if of is slide]
         if not tiles:
             return found
         first = tiles[0]

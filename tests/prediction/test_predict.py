@@ -13,6 +13,7 @@ import shapely
 import torch
 from torch import nn
 
+from gigagrad.at_work import works_in
 from gigagrad.boxes import Box
 from gigagrad.cohorts.records import file_names, read_records
 from gigagrad.config.predict import PredictConfig
@@ -71,6 +72,21 @@ def config(tmp_path, jpeg_slide, use):
         return PredictConfig(**{"run": tmp_path / "run", "slides": (jpeg_slide,), "out": tmp_path / "out", **settings})
 
     return make
+
+
+def test_while_it_predicts_it_says_which_tile_is_computed(config, tmp_path, jpeg_slide, monkeypatch):
+    monkeypatch.setattr("gigagrad.at_work._EVERY_SECONDS", 0.001)
+    told: list[dict[str, Any]] = []
+
+    def listen(event: Any) -> None:
+        while isinstance(event, TileDone) and not any("boxes" in work for work in told):
+            told[:] = works_in(tmp_path / "out")
+
+    predict(config(), (listen,))
+    (work,) = told
+    assert (work["slide"], work["job"]) == (str(jpeg_slide), "predict")
+    assert all(Box(*box).within(Box.whole(700, 900)) for box in work["boxes"])
+    assert not list((tmp_path / "out").glob(".now*"))
 
 
 def files_in(folder):

@@ -5,6 +5,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,10 @@ import pytest
 import tifffile
 import torch
 
+from gigagrad.at_work import works_in
+from gigagrad.cohorts import read_cohort
 from gigagrad.errors import BudgetError, CaptureError, ConfigError, ModelError, TargetError
-from gigagrad.events import JobAdvanced, JobFinished, JobStarted, MetricsLogged, Notice
+from gigagrad.events import JobAdvanced, JobFinished, JobStarted, MetricsLogged, Notice, SlideBegun, TileDone
 from gigagrad.models import load_model
 from gigagrad.prediction import PredictConfig, predict
 from gigagrad.prediction.cohort_scores import evaluate_model
@@ -128,6 +131,31 @@ def test_a_run_writes_everything_that_others_read(config, tmp_path):
     steps = [event for event in events if isinstance(event, JobAdvanced) and event.job == "train"]
     assert [(event.done, event.total) for event in steps] == [(done, 6) for done in range(1, 7)]
     assert "epoch 2 of 2, loss" in steps[-1].detail
+
+
+def test_while_it_trains_it_says_of_which_slide_which_tile_is_computed(config, tmp_path, monkeypatch):
+    monkeypatch.setattr("gigagrad.at_work._EVERY_SECONDS", 0.001)
+    told, slides = [], [""]
+
+    def listen(event):
+        if isinstance(event, SlideBegun):
+            slides.append(str(event.slide))
+        if isinstance(event, TileDone):
+            while not (found := [work for work in works_in(tmp_path / "run") if is_this(work)]):
+                time.sleep(0.001)
+            told.extend(found)
+
+    def is_this(work):
+        return work["slide"] == slides[-1] and "boxes" in work
+
+    fit(replace(config, epochs=1), (listen,))
+    rows = {str(row.slide): row for row in read_cohort(config.slides).rows}
+    assert {work["slide"] for work in told} == {*rows}
+    assert {work["job"] for work in told} == {"train", "validate", "test"}
+    for work in told:
+        with rows[work["slide"]].open() as slide:
+            assert work["boxes"] == [[0, 0, slide.height, slide.width]]
+    assert not list((tmp_path / "run").glob(".now*"))
 
 
 def test_the_weights_of_the_lowest_validation_loss_are_kept(config, tmp_path, monkeypatch):

@@ -6,6 +6,7 @@ import numpy as np
 from PIL import Image as Pillow
 
 from gigagrad.boxes import Box
+from gigagrad.events import TileBegun
 from gigagrad.images import open_image
 from gigagrad.view.live import Live
 from gigagrad.view.pyramids import TILE
@@ -17,8 +18,8 @@ def test_tiles_hold_the_bytes_that_predict_writes(serve, predicted, network_dir,
     assert client.get("slides/0").json()["layers"] == []
     told = client.get("slides/0/live").json()
     (classes, shares), (plan,) = told["layers"], told["plans"]
-    assert plan["tile"] == [700, 900]
-    assert plan["exact"]
+    assert plan["segments"][-1]["tile"] == [700, 900]
+    assert (plan["shape"], plan["exact"]) == ([700, 900], True)
     assert (classes["kind"], shares["kind"]) == ("classes", "probabilities")
     box = Box(TILE, 0, 700, TILE)
     for number, kind in ((1, "masks"), (2, "probabilities")):
@@ -54,3 +55,31 @@ def test_a_tile_of_a_live_layer_comes_also_when_its_slide_was_closed_meanwhile(s
     client = serve(jpeg_slide, live=[Live(network_dir)])
     assert client.get("slides/0/2/0/0/0").status_code == 200
     assert client.get("slides/0/3/0/0/0").status_code == 404
+
+
+def test_what_the_network_computes_is_told_meanwhile(serve, network_dir, jpeg_slide):
+    live = Live(network_dir)
+    client, heard = serve(jpeg_slide, live=[live]), []
+
+    def listen(event):  # behind the page's own listener
+        if isinstance(event, TileBegun):
+            heard.append(client.get("now").json())
+
+    live._predictor.engine.events.subscribe(listen)
+    assert client.get("slides/0/1/0/0/0").status_code == 200
+    (told,) = heard[-1]
+    assert (told["of"], told["slide"], told["name"]) == ("what is in view", 0, "small.tif")
+    assert told["boxes"] == [[0, 0, 700, 900]]
+    assert client.get("now").json() == []
+
+
+def test_where_two_networks_differ_is_a_layer_of_its_own(serve, network_dir, jpeg_slide):
+    client = serve(jpeg_slide, live=[Live(network_dir, name="one"), Live(network_dir, name="other")])
+    layers = client.get("slides/0/live").json()["layers"]
+    assert [(layer["name"], layer["between"]) for layer in layers[4:]] == [
+        ("Difference now", ["one", "other"]),
+        ("Difference of probabilities now", ["one", "other"]),
+    ]
+    drawn = Pillow.open(io.BytesIO(client.get("slides/0/5/0/0/0").content))
+    assert {*np.unique(np.asarray(drawn)).tolist()} <= {0, 1}, "a network agrees with itself"
+    assert client.get("slides/0/5/counts").status_code == 404

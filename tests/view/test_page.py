@@ -16,7 +16,10 @@ import pytest
 import tifffile
 import uvicorn
 
+from gigagrad.at_work import WorkFile
+from gigagrad.boxes import Box
 from gigagrad.errors import ConfigError
+from gigagrad.events import JobStarted, SlideBegun, TileBegun, TilePlace
 from gigagrad.view import page as built
 from gigagrad.view.catalog import find
 from gigagrad.view.live import Live
@@ -69,9 +72,14 @@ def serving(sources: Sequence[Path], masks: Sequence[Path], networks: Sequence[L
 
 
 @pytest.fixture(scope="module")
-def served(predicted, jpeg_label, network_dir, tmp_path_factory) -> Iterator[str]:
+def run_dir(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("page")
+
+
+@pytest.fixture(scope="module")
+def served(predicted, jpeg_label, network_dir, run_dir) -> Iterator[str]:
     """Serve a slide with everything, a second one, and a run."""
-    folder = tmp_path_factory.mktemp("page")
+    folder = run_dir
     (folder / "metrics.jsonl").write_text(
         '{"event": "metrics", "split": "train", "epoch": 0, "step": 1, "values": {"loss": 0.5}}\n'
     )
@@ -197,6 +205,34 @@ class TestPage:
             "layers",
         ]
 
+    def test_the_tile_that_a_run_computes_is_marked_while_it_does(self, browser, run_dir, jpeg_slide):
+        lines, work = "document.getElementById('grid-lines')", "document.getElementById('work')"
+        browser.evaluate("document.querySelector('button.slide').click()")
+        browser.wait("document.querySelector('#layers h1')?.textContent === 'small'")
+        assert browser.evaluate(f"{work}.hidden && {lines}.hidden")
+        with WorkFile(run_dir) as told:
+            told(JobStarted("train", 12, "a model"))
+            told(SlideBegun(jpeg_slide, (700, 900), (700, 900), 4))
+            told(TileBegun("backward", 1, 3, 4, 9, lambda: TilePlace(Box(0, 0, 70, 90), Box(0, 0, 80, 95), (70, 90))))
+            said = browser.wait(f"!{work}.hidden && {work}.querySelector('.now').innerText")
+            assert said.split("\n") == [
+                "train: 0 of 12 slides done (a model)",
+                "small.tif",
+                "backward, segment 2 of 3",
+                "tile 5 of the step's 9",
+            ]
+            browser.wait(f"!{lines}.hidden")
+            assert browser.evaluate("document.querySelector('button.run small').textContent") == "train: small.tif"
+            assert browser.evaluate("document.querySelector('button.slide .at-work').textContent") == "computed now"
+            assert browser.evaluate(_NAMELESS) == []
+            browser.key("w")
+            place = "['x', 'y'].map((name) => Number(new URLSearchParams(location.hash.slice(1)).get(name)))"
+            browser.wait(f"{place}[0] > 700 && {place}[1] < 200")  # mirrored: its first tile is at the right
+            shown = f"{lines}.getContext('2d').getImageData({lines}.width / 2, {lines}.height / 2, 1, 1).data.join()"
+            assert browser.evaluate(shown).split(",")[3] != "0"
+        browser.wait(f"{work}.hidden && {lines}.hidden")
+        browser.key("0")
+
     def test_nothing_of_it_came_from_elsewhere(self, browser, served):
         assert browser.answers
         assert all(answer["url"].startswith(served) for answer in browser.answers)
@@ -261,6 +297,7 @@ def two(predicted, jpeg_label, tmp_path_factory) -> Iterator[Browser]:
     (other / "attention" / "small").mkdir(parents=True)
     tiles = [tile(32 * number, 320, number / 100) for number in range(28)]
     (other / "attention" / "small" / "small.geojson").write_text(json.dumps({"features": tiles}))
+    tifffile.imwrite(other / "attention" / "small" / "small.tif", np.ones((22, 29), np.float32), tile=(16, 16))
     with serving([predicted, other], [jpeg_label.parent]) as address, Browser() as opened:
         opened.open(address)
         opened.wait("document.querySelectorAll('.patches img').length === 24")
@@ -275,6 +312,7 @@ _SAME = """(() => {
   });
   return one.length === two.length && one.some((each) => each !== one[0]) && one.every((each, at) => each === two[at]);
 })()"""
+_LAYER = "[...document.querySelectorAll('section.layer')].find((each) => each.ariaLabel.startsWith('%s'))"
 _SPOT = "document.querySelector('#stage-2 canvas').getContext('2d').getImageData(200, 300, 60, 60).data.join()"
 
 
@@ -325,10 +363,10 @@ class TestTwo:
         two.key("c")
         assert not two.evaluate("document.getElementById('pane-2').checkVisibility()")
         shown = "[...document.querySelectorAll('.layer h2 label')].filter((each) => each.checkVisibility()).length"
-        assert two.evaluate(shown) == 4
+        assert two.evaluate(shown) == 6
         two.key("c")
         two.wait("document.getElementById('pane-2').checkVisibility()")
-        assert two.evaluate(shown) == 7
+        assert two.evaluate(shown) == 10
         two.wait(_SAME)
 
     def test_the_list_of_patches_leads_to_each(self, two):
@@ -344,9 +382,62 @@ class TestTwo:
         assert not two.evaluate(f"{lines}.hidden")
         assert two.evaluate("document.querySelectorAll('.patches [aria-current]').length") == 1
 
+    def test_a_click_on_the_map_opens_the_patch_there(self, two):
+        detail = "document.querySelector('.chosen')"
+        two.wait("document.querySelectorAll('.patches img').length === 24")
+        whole = "Number(new URLSearchParams(location.hash.slice(1)).get('width')) >= 899"
+        two.key("0")
+        two.wait(whole)
+        two.evaluate(f"{_LAYER % 'Attention'}.querySelector('input').click()")
+        rect = "document.getElementById('stage').getBoundingClientRect()"
+        x, y = (
+            two.evaluate(f"{rect}.{side} + {rect}.{length} / 2") for side, length in (("x", "width"), ("y", "height"))
+        )
+        two.click(x, y)
+        two.wait(f"{detail}.querySelector('p').innerText.includes('rank 14 ')")
+        said = two.evaluate(f"{detail}.querySelector('p').innerText").split("\n")
+        assert said == ["x 448, y 320 px", "attention 0.140", "rank 14 of 28", "more than 7 % of the patches"]
+        assert two.wait(f"{detail}.querySelector('img').naturalWidth") >= 32
+        two.evaluate(f"{detail}.querySelector('button').focus()")
+        two.key(" ")
+        two.wait(f"{detail}.querySelector('p').innerText.includes('rank 13 of 28')")
+        assert two.evaluate("document.activeElement.textContent") == "Higher", "the focus stays"
+        two.key("0")
+        two.wait(whole)
+        two.key("i")
+        two.wait(f"{detail}.querySelector('p').innerText.includes('rank 14 of 28')")
+        two.evaluate(f"{_LAYER % 'Attention'}.querySelector('input').click()")
+        two.click(x, y - 150)
+        assert "rank 14 of 28" in two.evaluate(f"{detail}.innerText"), (
+            "a click on a slide without its map is none on it"
+        )
+
+    def test_where_two_predictions_differ_is_shown_and_counted(self, two):
+        two.key("d")
+        difference = _LAYER % "Difference"
+        count = f"{difference}.querySelector('.count').textContent"
+        said = two.wait(f"{count}.startsWith('They differ in') && {count}")
+        assert " of all pixels, " in said
+        named = two.evaluate(f"[...{difference}.querySelectorAll('.legend label')].map((each) => each.textContent)")
+        names = two.evaluate("[...document.querySelectorAll('.source select')].map((each) => each.value)")
+        assert named == ["the same class", f"only in {names[1]}", f"only in {names[0]}", "another class"]
+        shown = "[...document.querySelectorAll('.layer h2 input')].map((each) => Number(each.checked)).join('')"
+        before = two.evaluate(shown)
+        two.key("d")
+        assert two.evaluate(shown) != before, "the predictions come back"
+        choose = """(number) => {
+          const select = document.getElementById('source-1');
+          select.value = select.options[number].value;
+          select.dispatchEvent(new Event('change'));
+        }"""
+        two.evaluate(f"({choose})(0)")
+        assert two.evaluate(f"{difference}.hidden"), "it is of the two that are chosen"
+        two.evaluate(f"({choose})(1)")
+        assert not two.evaluate(f"{difference}.hidden")
+
     def test_every_control_has_a_name_and_is_reached_by_tab(self, two):
         assert two.evaluate(_NAMELESS) == []
-        two.evaluate("document.activeElement.blur()")
+        two.evaluate("document.body.tabIndex = -1, document.body.focus()")  # from the beginning
         order = []
         for _ in range(14):
             two.key("Tab")

@@ -11,7 +11,7 @@ from PIL import Image as Pillow
 from gigagrad.boxes import Box
 from gigagrad.errors import ConfigError
 from gigagrad.images import open_image
-from gigagrad.view.patches import read_patches
+from gigagrad.view.patches import Patches
 
 
 def tile(x, y, attention, side=32):
@@ -27,17 +27,29 @@ def written(path, tiles):
 
 def test_those_with_most_come_first_and_those_with_least_in_their_order(tmp_path):
     path = written(tmp_path / "a.geojson", [tile(32 * number, 5, (number * 7) % 40) for number in range(40)])
-    told = read_patches(path, None)
+    told = Patches(path, None).ends()
     assert told["count"] == 40
     assert [patch[3] for patch in told["most"]] == list(range(39, 27, -1))
     assert [patch[3] for patch in told["least"]] == list(range(12))
     assert told["most"][0] == [32 * 17, 5, 32, 39.0, 19.5]
-    assert read_patches(path, Box(100, 1000, 900, 2000))["most"][0][:2] == [32 * 17 + 1000, 105]
+    assert Patches(path, Box(100, 1000, 900, 2000)).ends()["most"][0][:2] == [32 * 17 + 1000, 105]
 
 
 def test_of_few_patches_none_is_listed_twice(tmp_path):
-    told = read_patches(written(tmp_path / "a.geojson", [tile(0, 0, 1.0), tile(32, 0, 2.0)]), None)
+    told = Patches(written(tmp_path / "a.geojson", [tile(0, 0, 1.0), tile(32, 0, 2.0)]), None).ends()
     assert [[patch[3] for patch in told[which]] for which in ("most", "least")] == [[2.0, 1.0], []]
+
+
+def test_the_patch_at_a_pixel_is_the_one_whose_middle_is_nearest(tmp_path):
+    overlapping = [tile(0, 0, 0.1), tile(16, 0, 0.3), tile(200, 40, 0.2)]
+    patches = Patches(written(tmp_path / "a.geojson", overlapping), None)
+    assert patches.at(10, 4) == {"patch": [0, 0, 32, 0.1, 0.05], "place": 2, "count": 3}
+    assert patches.at(10, 30)["place"] == patches.at(31, 47)["place"] == 0
+    assert patches.at(40, 200)["place"] == patches.at(71, 231)["place"] == 1
+    assert [patches.at(y, x) for y, x in ((32, 4), (0, 48), (39, 200), (40, 199), (72, 231))] == [None] * 5
+    assert [patches.nth(place)["patch"][3] for place in range(3)] == [0.3, 0.2, 0.1]
+    assert patches.nth(3) is None
+    assert Patches(written(tmp_path / "a.geojson", []), None).at(0, 0) is None
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"features": [1]}', '{"features": [{}]}', "[" * 10**5])
@@ -45,9 +57,9 @@ def test_a_damaged_file_is_told_in_one_line(text, tmp_path):
     path = tmp_path / "a.geojson"
     path.write_text(text)
     with pytest.raises(ConfigError, match="predict again"):
-        read_patches(path, None)
+        Patches(path, None)
     with pytest.raises(ConfigError, match="no number"):
-        read_patches(written(path, [tile(0, 0, float("nan"))]), None)
+        Patches(written(path, [tile(0, 0, float("nan"))]), None)
 
 
 def test_the_server_lists_them_and_shows_each(serve, jpeg_slide, tmp_path):
@@ -70,6 +82,10 @@ def test_the_server_lists_them_and_shows_each(serve, jpeg_slide, tmp_path):
     told = client.get("slides/0/patches/0").json()
     assert [patch[:3] for patch in told["most"]] == [[64, 32, 32], [880, 690, 32]]
     assert client.get("slides/0/patches/1").status_code == 404
+    assert client.get("slides/0/patches/0/1").json()["patch"][:2] == [880, 690]
+    assert client.get("slides/0/patches/0/at/690/880").json()["place"] == 1
+    assert client.get("slides/0/patches/0/at/0/0").json() is client.get("slides/0/patches/0/2").json() is None
+    assert client.get("slides/0/patches/1/0").status_code == client.get("slides/0/patches/1/at/0/0").status_code == 404
     got = np.asarray(Pillow.open(io.BytesIO(client.get("slides/0/square/64/32/32").content)))
     with open_image(jpeg_slide) as slide:
         expected = np.asarray(slide.read(Box(32, 64, 64, 96))).transpose(1, 2, 0)

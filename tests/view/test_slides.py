@@ -236,6 +236,32 @@ def test_a_table_of_the_folder_says_which_mask_belongs_to_which_slide(study):
     assert [item.labels for item in catalog.items] == [((study / "masks" / "small.tif",),), ()]
 
 
+@pytest.mark.parametrize(
+    ("names", "slides"),
+    [
+        ("slide.tif mask.tif", {"slide": ["mask.tif"]}),
+        ("a.svs.tif a_mask.tif b.tif b-Labels.tif", {"a.svs": [], "a_mask": [], "b": ["b-Labels.tif"]}),
+        ("a.tif a_mask.tif b.tif c_mask.tif", {"a": ["a_mask.tif"], "b": [], "c_mask": []}),
+        ("a.tif b.tif mask.tif", {"a": [], "b": [], "mask": []}),
+        ("mask.tif", {"mask": []}),
+        ("unmask.tif unmask_label.tif", {"unmask": ["unmask_label.tif"]}),
+    ],
+)
+def test_a_mask_beside_its_slide_is_a_label_of_it(names, slides, jpeg_label, tmp_path):
+    for name in names.split():
+        (tmp_path / name).write_bytes(jpeg_label.read_bytes())
+    found = {item.name: [path.name for (path,) in item.labels] for item in find([tmp_path]).items}
+    assert found == slides
+
+
+def test_what_a_table_calls_a_mask_is_no_slide(jpeg_slide, jpeg_label, tmp_path):
+    for name, source in (("a.tif", jpeg_slide), ("truth.tif", jpeg_label)):
+        (tmp_path / name).write_bytes(source.read_bytes())
+    (tmp_path / "cohort.csv").write_text("slide,mask\na.tif,truth.tif\n")
+    assert [item.name for item in find([tmp_path]).items] == ["a", "truth"]
+    assert [item.name for item in find([tmp_path, tmp_path / "cohort.csv"]).items] == ["a"]
+
+
 def test_a_folder_without_anything_is_refused(tmp_path):
     (tmp_path / "texts").mkdir()
     with pytest.raises(ConfigError, match="holds no slides"):
@@ -254,7 +280,7 @@ def test_what_two_networks_predicted_is_told_apart_by_their_runs(predicted, jpeg
     assert [each.of for each in item.predictions] == [f"{tmp_path.name}/run", f"{tmp_path.name}/other"]
     assert list(item.scores) == [f"Dice ({tmp_path.name}/run)", f"Dice ({tmp_path.name}/other)"]
     opened = Opened(item)
-    assert [(layer.name, layer.of) for layer in opened.layers][::2] == [
+    assert [(layer.name, layer.of) for layer in opened.layers if not layer.between][::2] == [
         ("Prediction", f"{tmp_path.name}/run"),
         ("Prediction", f"{tmp_path.name}/other"),
     ]

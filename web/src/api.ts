@@ -93,7 +93,7 @@ export interface Chosen {
 export interface Counts {
   shares: number[]; // of all pixels, by class id or by level of probability
   pixels: number;
-  exact: boolean;
+  counted: number; // the share of pixels that were
 }
 
 export interface Values {

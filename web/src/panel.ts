@@ -267,8 +267,8 @@ const isCounted = (layer: LayerInfo) => !layer.live && (layer.kind === "errors" 
 const percent = (share: number) => `${Number((100 * share).toPrecision(3))} %`;
 
 // How many pixels are wrong, or differ, in words.
-function ofCounts(layer: LayerInfo, { shares, pixels, exact }: api.Counts): string {
-  const about = exact ? "" : " Counted at a smaller size.";
+function ofCounts(layer: LayerInfo, { shares, pixels, counted }: api.Counts): string {
+  const about = counted === 1 ? "" : ` Counted in tiles drawn at random, ${percent(counted)} of the slide.`;
   const sum = (first: number, last: number) => shares.slice(first, last).reduce((total, share) => total + share, 0);
   if (layer.kind === "probabilities") {
     const mean = shares.reduce((total, share, level) => total + (share * level) / 255, 0);
@@ -277,7 +277,7 @@ function ofCounts(layer: LayerInfo, { shares, pixels, exact }: api.Counts): stri
   const [wrong, either] = [sum(2, 5), sum(1, 5)];
   const found = layer.between.length ? "either finds a class" : "there is or was found a class";
   const said = layer.between.length ? "They differ in" : "It is wrong in";
-  return `${said} ${percent(wrong)} of all pixels, ${exact ? "" : "about "}${grouped(Math.round(wrong * pixels))} px${either ? `; in ${percent(wrong / either)} of those where ${found}` : ""}.${about}`;
+  return `${said} ${percent(wrong)} of all pixels, ${counted === 1 ? "" : "about "}${grouped(Math.round(wrong * pixels))} px${either ? `; in ${percent(wrong / either)} of those where ${found}` : ""}.${about}`;
 }
 
 // The tiles of a segment of a plan, in words.

@@ -41,8 +41,8 @@ ERRORS: Final = (
 )
 """Kinds of pixels of a prediction beside a label, in colours of Okabe and Ito (2008)."""
 
-_COUNTED_PX: Final = 2**24
-"""The most pixels of a level that are counted."""
+_COUNTED_PX: Final = 2**28
+"""The most pixels that are counted: smaller levels would tell other shares, where predictions have a pattern."""
 
 
 def differences(one: str, other: str) -> tuple[MaskClass, ...]:
@@ -123,20 +123,22 @@ class Layer:
         return known or {0: "background", IGNORED: "ignored"}.get(number, f"class {number}")
 
     def counts(self, channel: int = 0) -> dict[str, Any] | None:
-        """Count the pixels of each class id, or of each of 256 levels of probability, at the first level that is small
-        enough: `shares` of all pixels, and whether that is `exact`, of level 0. None for what a network predicts now.
+        """Count the pixels of each class id, or of each of 256 levels of probability, of a large slide in tiles that
+        are drawn at random: `shares` of the pixels, and which part of them was `counted`. None for what is predicted
+        now.
         """
         if self.live:
             return None
-        shapes = self.pyramid.shapes
-        level = next((at for at, shape in enumerate(shapes) if prod(shape) <= _COUNTED_PX), len(shapes) - 1)
-        counts = np.zeros(256, np.int64)
-        for box in tiles(*shapes[level], TILE, TILE):
-            pixels = self.pyramid.read(level, box)
+        shape, counts = self.pyramid.shapes[0], np.zeros(256, np.int64)
+        boxes = list(tiles(*shape, TILE, TILE))
+        chosen = np.random.default_rng(0).permutation(len(boxes))[: max(1, len(boxes) * _COUNTED_PX // prod(shape))]
+        for index in sorted(chosen.tolist()):
+            pixels = self.pyramid.read(0, boxes[index])
             shown = pixels[min(channel, len(pixels) - 1)]
             levels = as_levels(shown) if self.kind == "probabilities" else as_bytes(shown)
             counts += np.bincount(levels.reshape(-1), minlength=256)
-        return {"shares": (counts / prod(shapes[level])).tolist(), "pixels": prod(shapes[0]), "exact": not level}
+        total = int(counts.sum())
+        return {"shares": (counts / total).tolist(), "pixels": prod(shape), "counted": total / prod(shape)}
 
 
 def apart(one: Array, other: Array) -> Picture:
