@@ -23,6 +23,7 @@ from gigagrad.events import (
     TileDone,
     TilePlace,
 )
+from gigagrad.files import HOST
 from gigagrad.images import open_image
 from gigagrad.shares import this_process
 from gigagrad.training.dataset import D4_TRANSFORMS, D4View
@@ -114,7 +115,7 @@ def test_the_file_follows_and_is_gone_at_the_end(tmp_path: Path, monkeypatch: py
 
 
 def left_behind(folder: Path, **process: object) -> Path:
-    path = folder / f".now-{at_work.HOST}-1.json"
+    path = folder / f".now-{HOST}-1.json"
     path.write_text(json.dumps({"format": "gigagrad at work 1", "slide": "a", **this_process(), **process}))
     return path
 

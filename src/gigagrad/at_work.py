@@ -36,7 +36,7 @@ from gigagrad.shares import is_alive, this_process
 
 _FORM: Final = "gigagrad at work 1"
 _EVERY_SECONDS: Final = 0.3
-_SHARE: Final = 1500
+_SHARE: Final = 3000
 """Of the time, this thread computes for one part in so many."""
 _BEAT_SECONDS: Final = 5.0
 _STALE_SECONDS: Final = 60.0
@@ -90,7 +90,7 @@ class Work:
         slide = begun[0][0] if begun else self._slide
         if slide is None:
             return None
-        found: dict[str, Any] = {"slide": str(slide.slide.resolve())}
+        found: dict[str, Any] = {"slide": str(slide.slide)}
         if jobs:
             job = jobs[-1]
             done = job.done if isinstance(job, JobAdvanced) else 0
@@ -137,7 +137,8 @@ class WorkFile(Work):
     def __init__(self, folder: Path) -> None:
         super().__init__()
         self._path = folder / f".now-{HOST}-{os.getpid()}.json"
-        self._over = threading.Event()
+        self._partial = self._path.with_suffix(".new")
+        self._process, self._over = this_process(), threading.Event()
         self._thread = threading.Thread(target=self._write_on, name="gigagrad-at-work", daemon=True)
 
     def __enter__(self) -> Self:
@@ -155,21 +156,21 @@ class WorkFile(Work):
             self._path.unlink(missing_ok=True)
 
     def _write_on(self) -> None:
-        process, written, beat, wait = this_process(), None, 0.0, _EVERY_SECONDS
+        written, beat, wait = None, 0.0, _EVERY_SECONDS
         while not self._over.wait(wait):
             start, found = time.thread_time(), self.describe()
             if found == written and time.monotonic() - beat < _BEAT_SECONDS:
                 continue
-            self._replace({"format": _FORM, **process, **(found or {})})
+            self._replace({"format": _FORM, **self._process, **(found or {})})
             written, beat = found, time.monotonic()
             wait = max(_EVERY_SECONDS, _SHARE * (time.thread_time() - start))
 
     def _replace(self, content: dict[str, Any]) -> None:
         """Replace the file. It need not outlast a power failure, so nobody waits for the disk."""
-        partial = self._path.with_suffix(".new")
         with suppress(OSError):
-            partial.write_text(json.dumps(content), encoding="ascii")
-            os.replace(partial, self._path)
+            with open(self._partial, "wb", buffering=0) as file:
+                file.write(json.dumps(content).encode())
+            os.replace(self._partial, self._path)
 
 
 def works_in(folder: Path) -> Iterator[dict[str, Any]]:

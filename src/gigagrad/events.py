@@ -68,7 +68,7 @@ class Preparing(Event):
 
 @dataclass(frozen=True, slots=True)
 class SlideBegun(Event):
-    """A job went on to a slide: the tiles that come next are of it.
+    """A job went on to a slide, which no link leads to: the tiles that come next are of it.
 
     `shape` is the `(height, width)` of its level 0, and `seen` that of the level that the network sees, mirrored and
     turned by `transform` (`Box.turned_back`). None where it sees patches, which a bag takes from anywhere.

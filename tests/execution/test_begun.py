@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from gigagrad.boxes import Box
-from gigagrad.events import TileBegun, TileDone
+from gigagrad.events import Event, TileBegun, TileDone
 from gigagrad.execution import compile as compile_engine
 from gigagrad.plans import Plan
 
@@ -27,7 +27,7 @@ def begun():
     torch.manual_seed(0)
     engine = compile_engine(Strided(), lambda y, t: (y**2).mean(), memory="500MiB")
     engine.in_tiles = True
-    events = []
+    events: list[Event] = []
     engine.events.subscribe(events.append)
     image = np.random.default_rng(0).random((3, 600, 510), np.float32)
     engine.backward(image, torch.zeros(1))

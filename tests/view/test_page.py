@@ -402,6 +402,7 @@ class TestTwo:
         two.key(" ")
         two.wait(f"{detail}.querySelector('p').innerText.includes('rank 13 of 28')")
         assert two.evaluate("document.activeElement.textContent") == "Higher", "the focus stays"
+        two.wait("Number(new URLSearchParams(location.hash.slice(1)).get('width')) < 400")  # it has gone there
         two.key("0")
         two.wait(whole)
         two.key("i")

@@ -131,8 +131,8 @@ class Row:
     def begun(self, image: Image | None = None, transform: int = 0) -> SlideBegun:
         """Tell that its tiles come next; `image` is the slide as `open` opens it, None of a bag."""
         if image is None:
-            return SlideBegun(self.slide)
-        return SlideBegun(self.slide, image.levels[0].shape, image.shape[1:], transform)
+            return SlideBegun(self.slide.resolve())
+        return SlideBegun(self.slide.resolve(), image.levels[0].shape, image.shape[1:], transform)
 
     def open(self, level: int = 0, mpp: float | None = None) -> Image:
         """Open the slide and its further images as one; `mpp`, of level 0, is over all else. Raises `ImageError`."""
