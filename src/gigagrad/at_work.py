@@ -37,7 +37,7 @@ from gigagrad.shares import is_alive, this_process
 _FORM: Final = "gigagrad at work 1"
 _EVERY_SECONDS: Final = 0.3
 _SHARE: Final = 3000
-"""Of the time, this thread computes for one part in so many."""
+"""The time for each part of it that the thread computes."""
 _BEAT_SECONDS: Final = 5.0
 _STALE_SECONDS: Final = 60.0
 """A file that is older was left behind, whatever its machine."""

@@ -25,8 +25,7 @@ class Strided(torch.nn.Module):
 @pytest.fixture
 def begun():
     torch.manual_seed(0)
-    engine = compile_engine(Strided(), lambda y, t: (y**2).mean(), memory="500MiB")
-    engine.in_tiles = True
+    engine = compile_engine(Strided(), lambda y, t: (y**2).mean(), tile=(64, 51))
     events: list[Event] = []
     engine.events.subscribe(events.append)
     image = np.random.default_rng(0).random((3, 600, 510), np.float32)

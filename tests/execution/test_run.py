@@ -15,7 +15,7 @@ import gigagrad as gg
 from gigagrad.allowances import HEAP_TOP_BYTES
 from gigagrad.devices import MemoryGuard, device_for, heap
 from gigagrad.devices.cpu import Cpu, HeapGuard
-from gigagrad.events import Preparing, StepMeasured, TileDone
+from gigagrad.events import Preparing, StepMeasured, TileBegun, TileDone
 from gigagrad.execution import probes, scalars
 from gigagrad.execution.buffers import Buffers
 from gigagrad.execution.prepared import Prepared
@@ -28,7 +28,7 @@ from gigagrad.stores import HostStore
 
 def events_of(engine):
     seen: list[Any] = []
-    engine.events.subscribe(lambda event: None if isinstance(event, Preparing) else seen.append(event))
+    engine.events.subscribe(lambda event: None if isinstance(event, Preparing | TileBegun) else seen.append(event))
     return seen
 
 

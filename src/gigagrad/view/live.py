@@ -68,7 +68,7 @@ class Live:
         )
         self.name = name
         self.work = Work()
-        """What it computes now."""
+        """The slide and the tiles that it computes now."""
         self._config, self._predictor = config, Predictor(config, Events((self.work,)))
         if self._predictor.bags is not None:
             raise ConfigError(f"{model} reads patches and scores slides; a page can show what predicts an image only")

@@ -151,33 +151,33 @@ class _Answers:
         """Answer with the patch at a place of their order, or with the one that holds a pixel."""
         asked = request.path_params
 
-        def told(opened: Opened) -> Response:
+        def answer(opened: Opened) -> Response:
             found = opened.patches(asked["number"])
             if found is None:
                 return _not_there()
             return _json(found.nth(asked["place"]) if "place" in asked else found.at(asked["y"], asked["x"]))
 
-        return await self._of_slide(request, told)
+        return await self._of_slide(request, answer)
 
     async def counts(self, request: Request) -> Response:
         channel = Style.parse(dict(request.query_params)).channel
         layer = request.path_params["layer"]
 
-        def told(opened: Opened) -> Response:
+        def answer(opened: Opened) -> Response:
             found = opened.counts(layer, channel)
             return _not_there() if found is None else _json(found)
 
-        return await self._of_slide(request, told)
+        return await self._of_slide(request, answer)
 
     async def now(self, request: Request) -> Response:
         """Answer with what is computed now, by runs, by predictions under way, and by the page's own networks."""
 
-        def told() -> Response:
+        def answer() -> Response:
             own = [(live.name or "what is in view", live.work.describe()) for live in self._slides.live]
             here = [{"of": of, **work_on(found, self._numbers)} for of, found in own if found is not None]
             return _json([*works_of(self._catalog.folders, self._numbers), *here])
 
-        return await self._later(request, told)
+        return await self._later(request, answer)
 
     async def square(self, request: Request) -> Response:
         place = [request.path_params[name] for name in ("x", "y", "side")]
