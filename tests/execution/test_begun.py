@@ -49,6 +49,10 @@ def test_tiles_of_a_pass_are_all_of_the_image_once(begun):
                 covered[box.y0 : box.y1, box.x0 : box.x1] += 1
                 assert box.within(place.crop)
                 assert place.crop.within(Box.whole(600, 510))
+                if not index:  # the moments of a convolution of 5 x 5 px
+                    near, far = (Box(box.y0 - n, box.x0 - n, box.y1 + n, box.x1 + n).clamp(600, 510) for n in (2, 4))
+                    assert near.within(place.crop)
+                    assert place.crop.within(far)
                 assert box.height <= place.tile[0] + 3
             assert covered.min() == 1
             assert (covered > 1).mean() < 0.05  # where a border falls between two pixels

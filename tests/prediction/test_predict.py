@@ -4,6 +4,7 @@ import csv
 import importlib
 import json
 import os
+import time
 from typing import Any
 
 import numpy as np
@@ -76,10 +77,13 @@ def config(tmp_path, jpeg_slide, use):
 
 def test_while_it_predicts_it_says_which_tile_is_computed(config, tmp_path, jpeg_slide, monkeypatch):
     monkeypatch.setattr("gigagrad.at_work._EVERY_SECONDS", 0.001)
+    monkeypatch.setattr("gigagrad.at_work._SHARE", 0)
     told: list[dict[str, Any]] = []
 
     def listen(event: Any) -> None:
+        end = time.monotonic() + 60
         while isinstance(event, TileDone) and not any("boxes" in work for work in told):
+            assert time.monotonic() < end, "nothing is written"
             told[:] = works_in(tmp_path / "out")
 
     predict(config(), (listen,))

@@ -135,13 +135,16 @@ def test_a_run_writes_everything_that_others_read(config, tmp_path):
 
 def test_while_it_trains_it_says_of_which_slide_which_tile_is_computed(config, tmp_path, monkeypatch):
     monkeypatch.setattr("gigagrad.at_work._EVERY_SECONDS", 0.001)
+    monkeypatch.setattr("gigagrad.at_work._SHARE", 0)
     told, slides = [], [""]
 
     def listen(event):
         if isinstance(event, SlideBegun):
             slides.append(str(event.slide))
         if isinstance(event, TileDone):
+            end = time.monotonic() + 60
             while not (found := [work for work in works_in(tmp_path / "run") if is_this(work)]):
+                assert time.monotonic() < end, "nothing is written"
                 time.sleep(0.001)
             told.extend(found)
 

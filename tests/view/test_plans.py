@@ -1,6 +1,7 @@
 """The page draws a run's own tiles, and those that it computes now, whatever the files say that somebody made."""
 
 import json
+import time
 
 import numpy as np
 import pytest
@@ -127,14 +128,16 @@ def test_what_no_job_says_is_refused(change):
 
 def test_the_server_tells_what_a_run_computes_while_it_does(run, jpeg_slide, serve, monkeypatch):
     monkeypatch.setattr("gigagrad.at_work._EVERY_SECONDS", 0.001)
+    monkeypatch.setattr("gigagrad.at_work._SHARE", 0)
     client = serve(run[0])
     assert client.get("catalog").json()["works"]
     assert client.get("now").json() == []
     with WorkFile(run[0]) as work:
         work(SlideBegun(jpeg_slide, (700, 900), (700, 900)))
         work(TileBegun("forward", 0, 1, 0, 9, lambda: TilePlace(Box(0, 0, 70, 90), Box(0, 0, 75, 95), (70.0, 90.0))))
+        end = time.monotonic() + 60
         while not any("boxes" in told for told in works_in(run[0])):
-            pass
+            assert time.monotonic() < end, "nothing is written"
         (told,) = client.get("now").json()
         assert (told["slide"], told["boxes"], told["crop"]) == (0, [[0, 0, 70, 90]], [0, 0, 75, 95])
         assert told["of"].endswith("/first")

@@ -292,11 +292,9 @@ def _of_slides(source: Path) -> list[Item]:
         if not rows:
             raise ConfigError(f"all slides in {source} are links to other folders; name those")
     beside = _masks_beside(rows) if source.is_dir() and not any(row.masks for row in rows) else {}
-    masks = {path for paths in beside.values() for path in paths}
     return [
         Item(row, labels=tuple((path,) for path in beside.get(row.slide, ())) or ((row.masks,) if row.masks else ()))
         for row in rows
-        if row.slide not in masks
     ]
 
 
