@@ -85,9 +85,4 @@ export class PatchList {
   }
 }
 
-// Sections for a slide's patches, by the layer that maps them.
-export function patchLists(stage: Panes, slide: number, info: api.SlideInfo): Map<string, PatchList> {
-  return new Map(info.patches.map((of, which) => [of, new PatchList(stage, slide, which, of)]));
-}
-
 export const isAttention = (layer: api.LayerInfo) => layer.name.startsWith("Attention");
