@@ -27,12 +27,16 @@ from hypothesis import HealthCheck, settings
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read as Triton is loaded, if that is here
 
+from gigagrad.config.predict import PredictConfig
 from gigagrad.devices import machine
 from gigagrad.devices.cpu import Cpu, Residue
 from gigagrad.devices.heap import LargeBlocks
+from gigagrad.errors import ConfigError
 from gigagrad.execution import trial
 from gigagrad.images import open_image, write_label
 from gigagrad.models import resolve, save_model, torchvision_operators  # noqa: F401
+from gigagrad.prediction import predict
+from gigagrad.view import page as built
 
 # Two test processes share two cores; small tensors gain nothing from a second thread.
 torch.set_num_threads(1)
@@ -160,6 +164,46 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("run")
     save_model(folder / "best.pt", "paper-unet", resolve("paper-unet"))
     return folder
+
+
+@pytest.fixture(scope="session")
+def network_dir(tmp_path_factory):
+    """A network with something to say, saved as a run would save it."""
+    folder = tmp_path_factory.mktemp("network")
+    torch.manual_seed(0)
+    model = resolve("paper-unet")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(2.5)
+    save_model(folder / "best.pt", "paper-unet", model)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def predicted(network_dir, jpeg_slide, jpeg_label, tmp_path_factory):
+    """A folder of predictions."""
+    out = tmp_path_factory.mktemp("predicted")
+    table = out.with_name("cohort.csv")
+    table.write_text(f"slide,mask\n{jpeg_slide},{jpeg_label}\n")
+    predict(PredictConfig(run=network_dir, slides=(table,), out=out, outputs=("mask", "probabilities", "geojson")))
+    return out
+
+
+@pytest.fixture(scope="module")
+def some_page(tmp_path_factory):
+    """The built page; where it is not built, files that stand for it: its own need Node.js."""
+    with pytest.MonkeyPatch.context() as patch:
+        try:
+            built.read_page()
+        except ConfigError:
+            folder = tmp_path_factory.mktemp("built")
+            (folder / "page").mkdir()
+            for name in built._NAMES:
+                (folder / "page" / name).write_text(name)
+            index = Path(__file__).parents[1] / "web" / "index.html"
+            (folder / "page" / "index.html").write_bytes(index.read_bytes())
+            patch.setattr(built, "files", lambda _: folder)
+        yield
 
 
 @pytest.fixture

@@ -437,7 +437,7 @@ def test_fit_takes_settings_from_a_file_and_flags_win(cohort, tmp_path, monkeypa
     assert "test Dice 0.6000 +/- 0.1414 over 2 slides" in capsys.readouterr().out
 
 
-def test_predict_evaluate_and_report_from_a_run(cohort, run_dir, tmp_path, capsys):
+def test_predict_evaluate_and_report_from_a_run(cohort, run_dir, some_page, tmp_path, capsys):
     out = str(tmp_path / "predictions")
     assert main(["predict", "--run", str(run_dir), "--slides", str(cohort), "--out", out]) == 0
     assert f"1 of 1 slides are in {out}" in capsys.readouterr().out
@@ -464,7 +464,7 @@ def test_predict_evaluate_and_report_from_a_run(cohort, run_dir, tmp_path, capsy
     page = tmp_path / "report.html"
     assert main(["report", "--run", str(run_dir), "--predictions", out, "--out", str(page)]) == 0
     assert capsys.readouterr().out.strip() == str(page)
-    assert "data:image" in page.read_text()
+    assert '"picture": "data:image/jpeg' in page.read_text()
 
 
 def test_target_mpp_chooses_the_level_of_each_slide(cohort, run_dir, tmp_path, capsys):

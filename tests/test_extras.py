@@ -7,7 +7,7 @@ import pytest
 from gigagrad.cli import main
 from gigagrad.errors import ConfigError, extra
 
-OPTIONAL = ("cv2", "h5py", "jinja2", "lightning", "matplotlib", "monai", "scipy", "tensorboard", "timm", "torchmetrics")
+OPTIONAL = ("cv2", "h5py", "lightning", "matplotlib", "monai", "scipy", "tensorboard", "timm", "torchmetrics")
 
 
 @pytest.fixture
@@ -17,7 +17,6 @@ def bare(monkeypatch):
     def hide(*modules):
         for module in modules or OPTIONAL:
             monkeypatch.setitem(sys.modules, module, None)
-        monkeypatch.delitem(sys.modules, "gigagrad.reports.report", raising=False)
 
     return hide
 
@@ -37,17 +36,17 @@ def test_other_errors_of_an_import_stay_what_they_are(tmp_path, monkeypatch):
         import broken_of_test_extras  # type: ignore[import-not-found] # noqa: F401
 
 
-def test_labels_and_predictions_need_no_extra(bare, jpeg_slide, run_dir, tmp_path):
+def test_labels_predictions_and_reports_need_no_extra(bare, jpeg_slide, run_dir, some_page, tmp_path):
     bare()
     out = tmp_path / "out"
     assert main(["label", str(jpeg_slide), "--out", str(tmp_path / "labels")]) == 0
     assert main(["predict", "--run", str(run_dir), "--slides", str(jpeg_slide), "--out", str(out)]) == 0
     assert {path.parent.name for path in out.rglob("small.*")} >= {"masks", "geojson", "overlays"}
+    assert main(["report", "--run", str(run_dir), "--predictions", str(out), "--out", str(tmp_path / "a.html")]) == 0
 
 
 @pytest.mark.parametrize(("argv", "missing", "name"), [
     (["demo", "--quick", "--out", "demo"], ["cv2"], "demo"),
-    (["report", "--run", "RUN", "--out", "report.html"], ["jinja2"], "report"),
     (["plan", "--model", "paper-unet", "--size", "160x160", "--picture", "plan.svg"], ["matplotlib"], "report"),
 ])  # fmt: skip
 def test_other_commands_name_the_extra_in_one_line(bare, argv, missing, name, run_dir, tmp_path, monkeypatch, capsys):

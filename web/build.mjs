@@ -8,7 +8,7 @@ const MOST_BYTES = 600 * 1000; // of script
 await rm(out, { recursive: true, force: true });
 await mkdir(out, { recursive: true });
 await build({
-  entryPoints: { page: "src/main.ts" },
+  entryPoints: { page: "src/start.ts" },
   bundle: true,
   minify: true,
   format: "iife",

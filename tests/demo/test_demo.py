@@ -3,6 +3,7 @@
 import csv
 import dataclasses
 import json
+import re
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from gigagrad.demo.run import QUICK, run_demo
 from gigagrad.demo.step import measured_step
 from gigagrad.errors import ConfigError
 from gigagrad.events import Events, JobAdvanced, JobStarted, Notice
+from gigagrad.view import page
 
 TINY = dataclasses.replace(QUICK, slides=3, height=256, width=320, epochs=2, large_height=400, large_width=900)
 MEMORY = "16GiB"
@@ -25,7 +27,7 @@ def one_thread():
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory):
+def finished(some_page, tmp_path_factory):
     """The folder of a demo, which every test leaves as it was, its result, and what it told."""
     out = tmp_path_factory.mktemp("demo") / "out"
     events: list[Any] = []
@@ -40,9 +42,10 @@ def cohort(out):
 def test_a_demo_leaves_a_report_of_everything(finished):
     out, result, events = finished
     assert result.report == out / "report.html"
-    page = result.report.read_text()
-    assert "400 x 900 px" in page
-    assert "data:image" in page
+    (data,) = re.findall('id="report-data">(.*?)</script>', result.report.read_text())
+    told = json.loads(data)
+    assert ["Pixels", "360 kpx", "400 x 900 px"] in told["step_cards"]
+    assert [layer["name"] for layer in told["slides"][0]["info"]["layers"]] == ["Label", "Prediction", "Errors"]
     assert str(result).splitlines()[-1] == str(result.report)
     assert len(result.fit.scores) == 1
     assert [row["split"] for row in cohort(out)] == ["train", "val", "test"]
@@ -99,6 +102,18 @@ def test_it_refuses_a_folder_with_something_else(finished, tmp_path):
     with pytest.raises(ConfigError, match="holds no demo"):
         run_demo(tmp_path, TINY, memory=MEMORY)
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.txt"]
+
+
+def test_without_the_page_one_line_says_why_there_is_no_report(finished, monkeypatch):
+    out, result, _ = finished
+    monkeypatch.setattr(page, "_NAMES", ("missing.html",))
+    events: list[Any] = []
+    again = run_demo(out, TINY, memory=MEMORY, listeners=(events.append,))
+    assert (again.report, again.step) == (None, result.step)
+    assert str(again).splitlines()[-1].startswith("one exact training step")
+    said = [event.text for event in events if isinstance(event, Notice)][-1]
+    assert said.startswith("no report: the page is not built")
+    assert "\n" not in said
 
 
 def test_real_slides_take_the_place_of_the_test_slides(jpeg_slide, tmp_path):

@@ -16,6 +16,8 @@ import tifffile
 
 from gigagrad.cli import main
 
+pytestmark = pytest.mark.usefixtures("some_page")
+
 
 @pytest.fixture
 def out(tmp_path):

@@ -22,7 +22,7 @@ from gigagrad.boxes import Box
 from gigagrad.masks.classes import mask_classes
 from gigagrad.prediction.polygons import trace
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("some_page")]
 
 SIDE = 192
 

@@ -21,7 +21,7 @@ from gigagrad.cli import main
 from gigagrad.images import make_cohort
 from tests.pages import play
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("some_page")]
 
 TINY = (("height=768, width=1024", "height=96, width=128"), ("200, 300)", "60, 80)"))
 FEWER = ("--epochs 15", "--epochs 1")

@@ -133,11 +133,7 @@ def test_extras_are_those_that_can_be_installed():
     assert set(EXTRAS) == set(extras) - {"docs", "dev"}
     packages = importlib.metadata.packages_distributions()
     for name, (modules, _) in EXTRAS.items():
-        required = {re.split(r"[^\w-]", line)[0].lower() for line in extras[name]} | {
-            "jinja2",
-            "matplotlib",
-            "mlflow-skinny",
-        }
+        required = {re.split(r"[^\w-]", line)[0].lower() for line in extras[name]} | {"mlflow-skinny"}
         known = [package.replace("_", "-").lower() for module in modules for package in packages.get(module, [])[:1]]
         assert set(known) <= required, name
 
@@ -150,7 +146,7 @@ def test_a_page_that_is_not_built_is_told_with_what_builds_it(monkeypatch, tmp_p
     assert (check.status, "make page" in check.remedy) == ("absent", True)
     (tmp_path / "view" / "page").mkdir(parents=True)
     (tmp_path / "view" / "page" / "page.js").touch()
-    assert diagnose(tmp_path) == [Check("Page", "ok", "the page of 'gigagrad view' is built")]
+    assert diagnose(tmp_path) == [Check("Page", "ok", "the page of 'gigagrad view' and of reports is built")]
 
 
 @pytest.mark.parametrize("status", ["ok", "absent", "warning", "failed"])

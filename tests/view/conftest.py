@@ -6,15 +6,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
 
 pytest.importorskip("starlette", reason="needs gigagrad[view]")
 
 from starlette.testclient import TestClient
 
-from gigagrad.config.predict import PredictConfig
-from gigagrad.models import resolve, save_model
-from gigagrad.prediction import predict
 from gigagrad.view import serving
 from gigagrad.view.catalog import find
 from gigagrad.view.server import application
@@ -47,26 +43,3 @@ def serve(request: pytest.FixtureRequest) -> Serve:
 def page(monkeypatch):
     """Stand in for the built page."""
     monkeypatch.setattr(serving, "read_page", lambda: PAGE)
-
-
-@pytest.fixture(scope="session")
-def network_dir(tmp_path_factory):
-    """A network with something to say, saved as a run would save it."""
-    folder = tmp_path_factory.mktemp("network")
-    torch.manual_seed(0)
-    model = resolve("paper-unet")
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(2.5)
-    save_model(folder / "best.pt", "paper-unet", model)
-    return folder
-
-
-@pytest.fixture(scope="session")
-def predicted(network_dir, jpeg_slide, jpeg_label, tmp_path_factory):
-    """A folder of predictions."""
-    out = tmp_path_factory.mktemp("predicted")
-    table = out.with_name("cohort.csv")
-    table.write_text(f"slide,mask\n{jpeg_slide},{jpeg_label}\n")
-    predict(PredictConfig(run=network_dir, slides=(table,), out=out, outputs=("mask", "probabilities", "geojson")))
-    return out

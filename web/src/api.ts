@@ -1,4 +1,7 @@
-// What the server tells; every address is relative to the page's own, which holds the token.
+// What the server tells; every address is relative to the page's own, which holds the token. A report has no server: it
+// holds what one would tell.
+
+import { answerOf, picture, report } from "./recorded";
 
 export interface Catalog {
   slides: { name: string; folder: string; scores: Record<string, number> }[];
@@ -111,6 +114,9 @@ export interface Curves {
 }
 
 async function ask<T>(address: string, signal?: AbortSignal): Promise<T> {
+  if (report) {
+    return (await answerOf(address)) as T;
+  }
   const answer = await fetch(address, { signal: signal ?? null, credentials: "omit" });
   if (!answer.ok) {
     throw new Error((await answer.text()).trim() || `the server answers ${answer.status}`);
@@ -127,9 +133,9 @@ export const patchAt = (number: number, which: number, y: number, x: number) => 
 export const counts = (number: number, layer: number, channel: number) => ask<Counts>(`slides/${number}/${layer}/counts?channel=${channel}`);
 export const now = () => ask<Work[]>("now");
 export const square = (number: number, [x, y, side]: Patch) => `slides/${number}/square/${x}/${y}/${side}`;
-export const thumbnail = (number: number) => `slides/${number}/thumbnail`;
+export const thumbnail = (number: number) => report?.slides[number]!.picture ?? `slides/${number}/thumbnail`;
 export const values = (number: number, y: number, x: number, live: boolean, signal: AbortSignal) =>
   ask<Values | null>(`slides/${number}/pixel/${y}/${x}${live ? "?live=1" : ""}`, signal);
 export const curves = (run: number, start: number) => ask<Curves>(`runs/${run}/${start}`);
 export const tile = (slide: number, layer: number, level: number, x: number, y: number, style: string) =>
-  `slides/${slide}/${layer}/${level}/${x}/${y}${style && `?${style}`}`;
+  report ? picture(report.slides[slide]!, layer, style) : `slides/${slide}/${layer}/${level}/${x}/${y}${style && `?${style}`}`;

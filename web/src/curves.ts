@@ -3,8 +3,10 @@ import "uplot/dist/uPlot.min.css";
 import * as api from "./api";
 import { at, make } from "./dom";
 
-const COLOURS = ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9"];
+export const COLOURS = ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9"];
 const EVERY_MS = 2000;
+const POWERS = Array.from({ length: 50 }, (_, at_) => 2 ** at_);
+const WHOLE = Array.from({ length: 30 }, (_, at_) => [1, 2, 5][at_ % 3]! * 10 ** Math.floor(at_ / 3));
 
 type Series = Map<string, Map<number, number | null>>; // by split, then by step
 
@@ -70,29 +72,64 @@ export class Curves {
         continue;
       }
       known?.destroy();
-      const ink = getComputedStyle(document.body).color;
-      const axis = { stroke: ink, grid: { stroke: "#88888833" }, ticks: { stroke: "#88888855" } };
-      const options: uPlot.Options = {
-        title: name.replaceAll("_", " ").replace(/ bytes$/, ""),
-        width: Math.min(900, place.clientWidth - 48),
-        height: 260,
-        scales: { x: { time: false } },
-        axes: [{ ...axis, label: "slides seen" }, { ...axis, size: 70, values: (_, ticks) => ticks.map((tick) => worded(name, tick)) }],
-        series: [
-          { label: "slides" },
-          ...splits.map((split, index) => ({
-            label: split,
-            stroke: COLOURS[index % COLOURS.length]!,
-            value: (_: uPlot, value: number | null) => (value === null ? "–" : worded(name, value)),
-            width: 1.5,
-            spanGaps: true,
-            points: { show: steps.length < 60 },
-          })),
-        ],
-      };
-      this.charts.set(name, new uPlot(options, columns, place));
+      const lines = splits.map((split, index) => ({
+        label: split,
+        stroke: COLOURS[index % COLOURS.length]!,
+        points: { show: steps.length < 60 },
+      }));
+      const width = Math.min(900, place.clientWidth - 48);
+      this.charts.set(name, plot(place, columns, lines, { title: name.replaceAll("_", " ").replace(/ bytes$/, ""), name, x: "slides seen", step: "slides", width }));
     }
   }
+}
+
+export interface Plot {
+  name: string; // the last word of it is the unit
+  title?: string;
+  x: string; // what the first column counts
+  step: string; // and in what
+  width: number;
+  height?: number;
+  log?: boolean;
+  from?: number; // where the values' axis begins at the latest
+  scale?: number; // how many pixels are drawn for one, as paper needs
+}
+
+// Draw a line for each column but the first, which says where they are.
+export function plot(place: HTMLElement, columns: uPlot.AlignedData, lines: uPlot.Series[], given: Plot): uPlot {
+  const { name, log = false, scale = 1, from } = given;
+  const stroke = getComputedStyle(place).color;
+  const font = `${12 * scale}px system-ui, sans-serif`;
+  const axis: uPlot.Axis = {
+    stroke, font, labelFont: font, labelSize: 20 * scale, gap: 5 * scale, space: 60 * scale,
+    grid: { stroke: "#88888833", width: scale }, ticks: { stroke: "#88888855", width: scale, size: 6 * scale },
+  };
+  const chart = new uPlot(
+    {
+      ...(given.title ? { title: given.title } : {}),
+      width: given.width * scale,
+      height: (given.height ?? 260) * scale,
+      scales: { x: { time: false }, y: { distr: log ? 3 : 1, ...(from === undefined ? {} : { range: (_, low, high) => [Math.min(from, low), high * 1.05] }) } },
+      axes: [
+        { ...axis, label: given.x, size: 32 * scale, incrs: WHOLE },
+        { ...axis, space: 35 * scale, size: 70 * scale, ...(name.endsWith("bytes") ? { incrs: POWERS } : {}), values: (_, ticks) => ticks.map((tick) => (tick === null ? "" : worded(name, tick))) },
+      ],
+      series: [
+        { label: given.step },
+        ...lines.map((line) => ({
+          value: (_: uPlot, value: number | null) => (value === null ? "–" : worded(name, value)),
+          spanGaps: true,
+          ...line,
+          width: (line.width ?? 1.5) * scale,
+          points: { size: 5 * scale, ...line.points },
+        })),
+      ],
+    },
+    columns,
+    place,
+  );
+  chart.root.querySelector<HTMLElement>(".u-wrap")!.style.zoom = String(1 / scale);
+  return chart;
 }
 
 // A number in the unit that the last word of its name says.

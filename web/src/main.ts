@@ -48,7 +48,7 @@ function help(): void {
   dialog.replaceChildren(
     make("h2", { id: "help-title" }, "Keys"),
     make("table", {}, make("tbody", {}, ...KEYS.map(([keys, does]) => make("tr", {}, make("th", { scope: "row" }, make("kbd", {}, keys)), make("td", {}, does))))),
-    make("p", {}, "Tab goes from the list of slides to the slide, the zoom buttons and the layers. ", make("a", { href: "licences.txt" }, "Licences")),
+    make("p", {}, "Tab goes from the list of slides to the slide, the zoom buttons and the layers. ", make("a", { href: document.getElementById("licences") ? "#licences" : "licences.txt" }, "Licences")),
     make("form", { method: "dialog" }, make("button", { autofocus: true }, "Close")),
   );
   dialog.showModal();
@@ -251,12 +251,16 @@ async function begin(): Promise<void> {
   if (catalog.works) {
     working.start();
   }
-  const { slide, place } = remembered();
-  if (catalog.slides.length) {
+  const go = async () => {
+    const { slide, place } = remembered();
     await openSlide(Math.min(slide, catalog.slides.length - 1), place);
+  };
+  window.addEventListener("hashchange", () => location.hash.startsWith("#slide=") && void go());
+  if (catalog.slides.length) {
+    await go();
   } else {
     openRun(0);
   }
 }
 
-begin().catch((error: Error) => tell(error.message, true));
+export const start = () => begin().catch((error: Error) => tell(error.message, true));

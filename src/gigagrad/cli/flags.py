@@ -375,7 +375,8 @@ COMMANDS: Final[dict[str, tuple[str, str, Mapping[str, str | dict[str, Any]]]]] 
     ),
     "report": (
         "write a run as one HTML file",
-        "Loss curves, Dice, overlays, the plan, and predicted beside measured memory; the file needs no network.",
+        "Loss curves, Dice, slides and what lies over them, the plan, and predicted beside measured memory. The file "
+        "needs no network.",
         {
             "--run": "run folder",
             "--predictions": "folder that 'predict' wrote, for pictures",

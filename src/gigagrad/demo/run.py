@@ -25,6 +25,7 @@ from gigagrad.prediction.scores import spread
 from gigagrad.reports.report import write_report
 from gigagrad.training import FitConfig, FitResult, fit
 from gigagrad.units import format_bytes, format_seconds
+from gigagrad.view.page import read_page
 
 _PARTS = 6
 
@@ -50,15 +51,17 @@ QUICK = Scale(slides=5, height=512, width=768, epochs=4, learning_rate=3e-3, lar
 
 @dataclass(frozen=True, slots=True)
 class DemoResult:
-    """Results of a demo. `exact`: scores against the true outlines of synthetic slides, None for real ones."""
+    """Results of a demo. `exact`: scores against the true outlines of synthetic slides, None for real ones; `report`:
+    None where the page is not built.
+    """
 
-    report: Path
+    report: Path | None
     fit: FitResult
     exact: Evaluation | None
     step: Mapping[str, Any]
 
     def __str__(self) -> str:
-        """Write a few lines for a person, the report's path last."""
+        """Write a few lines for a person, the report's path last if there is one."""
         step = self.step
         count = len(self.fit.scores)
         lines = [f"test Dice {spread(self.fit.scores.values())} over {count} slide{'s' if count > 1 else ''}"]
@@ -69,7 +72,7 @@ class DemoResult:
             f"{format_seconds(step['seconds_per_step'])}, peak {format_bytes(step['peak_rss_bytes'])} "
             f"(predicted {format_bytes(step['predicted_peak_bytes'])}, budget {format_bytes(step['budget_bytes'])})"
         )
-        return "\n".join([*lines, str(self.report)])
+        return "\n".join([*lines, *([str(self.report)] if self.report else [])])
 
 
 def run_demo(
@@ -119,6 +122,11 @@ def run_demo(
     step = _large_step(out / "large", scale, trained.best, memory, events)
 
     _begin(events, 6, "the report")
+    try:
+        read_page()
+    except ConfigError as error:
+        events.emit(Notice(f"no report: {error}"))
+        return DemoResult(None, trained, exact, step)
     report = write_report(out / "run", out / "report.html", predictions_dir=predictions, step=step)
     return DemoResult(report, trained, exact, step)
 

@@ -30,8 +30,8 @@ _LEAST_MEMORY_BYTES = 2 << 30
 _LEAST_DISK_BYTES = 4 << 30
 EXTRAS: dict[str, tuple[tuple[str, ...], str]] = {
     "train": (("tensorboard", "torchmetrics"), "curves and scores of slide classifiers"),
-    "report": (("jinja2", "matplotlib"), "reports and pictures of plans"),
-    "demo": (("jinja2", "matplotlib", "cv2"), "synthetic slides"),
+    "report": (("matplotlib",), "pictures of plans"),
+    "demo": (("cv2",), "synthetic slides"),
     "view": (("starlette", "uvicorn"), "slides in a web page"),
     "geo": (("rasterio",), "COGs and coordinates on earth"),
     "bags": (("h5py",), "patches in .h5"),
@@ -219,8 +219,12 @@ def _readers(_: Path) -> _Finding:
 
 def _page(_: Path) -> _Finding:
     if (importlib.resources.files("gigagrad") / "view" / "page" / "page.js").is_file():
-        return "ok", "the page of 'gigagrad view' is built"
-    return "absent", "the page of 'gigagrad view' is not built", "in a checkout: make page, which needs Node.js 20"
+        return "ok", "the page of 'gigagrad view' and of reports is built"
+    return (
+        "absent",
+        "the page of 'gigagrad view' and of reports is not built",
+        "in a checkout: make page, which needs Node.js 20",
+    )
 
 
 def _cuda(_: Path) -> _Finding:

@@ -72,9 +72,10 @@ def application(
     token: str,
     host: str = "127.0.0.1",
     threads: int = 2,
+    framed: bool = False,
 ) -> ASGIApp:
-    """Make the application that answers: `page` has the built files by name, `host` is where it listens, and so many
-    `threads` read and compute."""
+    """Make the application that answers: `page` has the built files by name, `host` is where it listens, so many
+    `threads` read and compute, and if `framed` other pages may hold this one in a frame."""
     answers = _Answers(catalog, slides, page, SideThreads(threads, "gigagrad-view"))
     routes = [Route(f"/{end}", answers.page) for end in page_ends(page)]
     routes += [
@@ -93,7 +94,7 @@ def application(
         Route("/now", answers.now),
     ]
     app = Starlette(routes=routes, exception_handlers={GigagradError: _told})
-    return Guard(app, token, {host})
+    return Guard(app, token, {host}, framed=framed)
 
 
 def page_ends(page: Mapping[str, bytes]) -> list[str]:
@@ -285,8 +286,12 @@ class Guard:
     that the command was given and addresses of numbers are ours, at any port, as tunnels have their own.
     """
 
-    def __init__(self, app: ASGIApp, token: str, names: Collection[str]) -> None:
+    def __init__(self, app: ASGIApp, token: str, names: Collection[str], *, framed: bool = False) -> None:
         self._app, self._token = app, token.encode()
+        self._places = ("document", "iframe", "object") if framed else ("document",)
+        policy = HEADERS["content-security-policy"]
+        unframed = {"content-security-policy": policy.replace("; frame-ancestors 'none'", "")} if framed else {}
+        self._headers = [(name.encode(), value.encode()) for name, value in (HEADERS | unframed).items()]
         self._names = {"localhost", *(name.lower() for name in names), socket.gethostname().lower()}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -298,8 +303,7 @@ class Guard:
 
         async def send_guarded(message: Message) -> None:
             if message["type"] == "http.response.start":
-                given = [(name.encode(), value.encode()) for name, value in HEADERS.items()]
-                message["headers"] = [*message.get("headers", ()), *given]
+                message["headers"] = [*message.get("headers", ()), *self._headers]
             await send(message)
 
         refused = self._refusal(scope)
@@ -341,8 +345,7 @@ class Guard:
             return False
         return True
 
-    @staticmethod
-    def _is_own(scope: Scope, host: str) -> bool:
+    def _is_own(self, scope: Scope, host: str) -> bool:
         """Say whether a browser asks in its user's name or the page's: other pages, also those of other ports, don't.
 
         Following a link to the page itself is its user's doing, wherever the link stands.
@@ -354,7 +357,7 @@ class Guard:
         if told.get(b"sec-fetch-site", "none") in ("none", "same-origin"):
             return True
         is_page = scope["path"].count("/") == 2 and scope["path"].endswith("/")
-        return is_page and told.get(b"sec-fetch-mode") == "navigate" and told.get(b"sec-fetch-dest") == "document"
+        return is_page and told.get(b"sec-fetch-mode") == "navigate" and told.get(b"sec-fetch-dest") in self._places
 
 
 async def _told(request: Request, error: Exception) -> Response:

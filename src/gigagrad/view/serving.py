@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import socket
@@ -55,20 +56,38 @@ def view(
 
     Raises `ConfigError` for what can't be shown or served, and where the page is not built.
     """
+    catalog = find(
+        [*map(Path, sources)], [*map(Path, masks)], None if predictions is None else Path(predictions), classes
+    )
+    settings: dict[str, Any] = {"memory": memory, "device": device, "classes": classes, "trust": trust}
+    slides = Slides(catalog.items, networks(catalog, model, settings, tell))
+    with ready(catalog, slides, host, port) as (run, _, address):
+        if host not in _LOOPBACK:
+            tell(f"warning: whoever reaches {host} and knows this address sees these slides, and nothing is encrypted")
+        counts = ((len(catalog.items), "slide"), (len(catalog.runs), "run"))
+        shown = " and ".join(f"{count} {noun}{'s' * (count > 1)}" for count, noun in counts if count)
+        shown += f" of {', '.join(catalog.parts)}" if catalog.parts else ""
+        tell(f"{shown} at {address} (Ctrl-C ends it)")
+        threading.Thread(target=_read_ahead, args=(slides,), daemon=True).start()
+        if browser:
+            threading.Thread(target=webbrowser.open, args=(address,), daemon=True).start()
+        run()
+
+
+@contextlib.contextmanager
+def ready(
+    catalog: Catalog, slides: Slides, host: str = _LOOPBACK[0], port: int = 0, *, framed: bool = False
+) -> Iterator[tuple[Callable[[], None], Callable[[], None], str]]:
+    """Open a port; give what serves until it is stopped, what stops it, and the page's address. `framed`: other pages
+    may hold it in a frame. Raises `ConfigError` for what can't be served, and where the page is not built."""
     with extra("view"):
         import uvicorn
 
     from gigagrad.view.server import application, new_token
 
-    predicted = None if predictions is None else Path(predictions)
-    catalog, page = find([*map(Path, sources)], [*map(Path, masks)], predicted, classes), read_page()
-    settings: dict[str, Any] = {"memory": memory, "device": device, "classes": classes, "trust": trust}
-    slides, token = Slides(catalog.items, _networks(catalog, model, settings, tell)), new_token()
-    app = application(catalog, slides, page, token=token, host=host, threads=os.cpu_count() or 1)
-    with contextlib.ExitStack() as stack:
-        stack.callback(slides.close)
-        listening = stack.enter_context(_listening(host, port))
-        address = f"http://{_shown(host)}:{listening.getsockname()[1]}/{token}/"
+    page, token = read_page(), new_token()
+    app = application(catalog, slides, page, token=token, host=host, threads=os.cpu_count() or 1, framed=framed)
+    with contextlib.closing(slides), _listening(host, port) as listening:
         config = uvicorn.Config(
             app,
             http="h11",  # which bounds what it reads of a request
@@ -82,16 +101,26 @@ def view(
             limit_concurrency=_MOST_CLIENTS,
             timeout_graceful_shutdown=1,
         )
-        if host not in _LOOPBACK:
-            tell(f"warning: whoever reaches {host} and knows this address sees these slides, and nothing is encrypted")
-        counts = ((len(catalog.items), "slide"), (len(catalog.runs), "run"))
-        shown = " and ".join(f"{count} {noun}{'s' * (count > 1)}" for count, noun in counts if count)
-        shown += f" of {', '.join(catalog.parts)}" if catalog.parts else ""
-        tell(f"{shown} at {address} (Ctrl-C ends it)")
-        threading.Thread(target=_read_ahead, args=(slides,), daemon=True).start()
-        if browser:
-            threading.Thread(target=webbrowser.open, args=(address,), daemon=True).start()
-        uvicorn.Server(config).run(sockets=[listening])
+
+        class Server(uvicorn.Server):
+            async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+                """Close what a browser holds open, too: it would wait for an answer where nobody reads any more."""
+                await super().shutdown(sockets)
+                for connection in list(self.server_state.connections):
+                    if (transport := getattr(connection, "transport", None)) is not None:
+                        transport.abort()
+                await asyncio.sleep(0.1)
+
+        server = Server(config)
+
+        def stop() -> None:
+            server.should_exit = True
+
+        yield (
+            lambda: server.run(sockets=[listening]),
+            stop,
+            f"http://{_shown(host)}:{listening.getsockname()[1]}/{token}/",
+        )
 
 
 def _read_ahead(slides: Slides) -> None:
@@ -100,7 +129,7 @@ def _read_ahead(slides: Slides) -> None:
         opened.thumbnail()
 
 
-def _networks(
+def networks(
     catalog: Catalog, model: str | Path | None, settings: Mapping[str, Any], tell: Callable[[str], None]
 ) -> list[Live]:
     """Load the networks that predict what is in view: `model`, else those of several runs that were named, and tell of

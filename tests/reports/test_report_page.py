@@ -1,0 +1,126 @@
+"""The report in a real browser, from a file: what a person sees, does and prints."""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Iterator
+
+import pytest
+
+from gigagrad.errors import ConfigError
+from gigagrad.reports.report import write_report
+from gigagrad.view.page import read_page
+from tests.view.browser import PROGRAM, Browser
+
+try:
+    read_page()
+    BUILT = True
+except ConfigError:
+    BUILT = False
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not BUILT, reason="the page is not built; make page"),
+    pytest.mark.skipif(PROGRAM is None, reason="needs Chromium"),
+]
+EVIL = "</script><img src=x onerror=alert(1)>"
+LAYERS = "document.querySelectorAll('.picture .stack img:nth-child(n+2):not([hidden])')"
+
+
+@pytest.fixture(scope="module")
+def report(predicted, jpeg_slide, jpeg_label, tmp_path_factory) -> str:
+    folder = tmp_path_factory.mktemp("report") / EVIL.replace("/", "")
+    folder.mkdir()
+    cohort = folder / "cohort.csv"
+    cohort.write_text(f"slide,mask,split\n{jpeg_slide},{jpeg_label},test\n")
+    (folder / "config.yaml").write_text(f"model: paper-unet\nslides: '{cohort}'\n")
+    lines = []
+    for step in range(1, 101):
+        sizes = {"peak_bytes": (600 + step) << 20, "predicted_peak_bytes": 700 << 20, "budget_bytes": 1 << 30}
+        lines.append({"event": "step", "phase": "backward", "pixels": 4096, "seconds": 2.0, **sizes})
+        lines.append({"event": "metrics", "split": "train", "epoch": 0, "step": step, "values": {"loss": 0.9**step}})
+    lines.append({"event": "metrics", "split": "val", "epoch": 0, "step": 100, "values": {"loss": 0.01}})
+    (folder / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    (folder / "summary.json").write_text(json.dumps({"dice": {EVIL: 0.25, "small": 0.5}}))
+    path = write_report(folder, folder.parent / "report.html", predictions_dir=predicted)
+    return path.as_uri()
+
+
+@pytest.fixture(scope="module")
+def browser(report) -> Iterator[Browser]:
+    with Browser(1280, 900) as opened:
+        opened.open(report)
+        opened.wait(f"{LAYERS}.length === 2 && [...{LAYERS}].every((each) => each.complete && each.naturalWidth)")
+        yield opened
+        assert not opened.problems
+        assert {answer["url"].partition(":")[0] for answer in opened.answers} <= {"file", "data"}
+
+
+def texts(browser, found):
+    return browser.evaluate(f"[...document.querySelectorAll({found!r})].map((each) => each.textContent)")
+
+
+def test_it_says_everything_and_takes_no_name_for_html(browser):
+    assert texts(browser, "#report h1") == [EVIL.replace("/", "")]
+    assert texts(browser, "#report h2") == ["Training", "Predictions", "Memory", "The run"]
+    assert texts(browser, ".dots li > span:first-child") == [EVIL, "small"]
+    assert browser.evaluate("document.querySelector('img[src=x]')") is None
+    assert texts(browser, "#report figure h3") == ["Loss", "Dice by slide", "Peak memory by step"]
+    assert browser.evaluate("document.querySelectorAll('#report .uplot canvas').length") == 2
+    assert "OpenSeadragon" in texts(browser, "#licences")[0]
+
+
+def test_everything_has_a_name_and_stands_in_the_page_s_width(browser):
+    named = """[...document.querySelectorAll('#report :is(a, button, input, [role], section)')].filter((each) =>
+      !each.getAttribute('aria-label') && !each.textContent.trim() && !each.labels?.length).length"""
+    assert browser.evaluate(named) == 0
+    for width in (1280, 400):
+        browser.ask("Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=False)
+        browser.wait("document.documentElement.scrollWidth <= innerWidth")
+    browser.ask("Emulation.setDeviceMetricsOverride", width=1280, height=900, deviceScaleFactor=1, mobile=False)
+
+
+def test_layers_are_switched_for_all_slides_and_errors_take_the_place_of_predictions(browser):
+    boxes = "[...document.querySelectorAll('#report fieldset input')].map((each) => each.checked)"
+    assert texts(browser, "#report fieldset label") == ["Label", "Prediction", "Probabilities", "Errors"]
+    assert browser.evaluate(boxes) == [True, True, False, False]
+    browser.evaluate("document.querySelectorAll('#report fieldset input')[3].click()")
+    assert browser.evaluate(boxes) == [True, False, False, True]
+    assert browser.evaluate(f"{LAYERS}.length") == 2
+    browser.evaluate("document.querySelectorAll('#report fieldset input')[3].click()")
+    assert browser.evaluate(boxes) == [True, True, False, False]
+
+
+def test_a_picture_opens_closely_by_keyboard_and_esc_leads_back(browser):
+    drawn = "document.querySelector('#stage canvas')?.getContext('2d').getImageData(500, 400, 1, 1).data[3] === 255"
+    browser.evaluate("document.querySelector('.picture a').focus()")
+    browser.key("Enter", ("rawKeyDown", "char", "keyUp"))
+    browser.wait("location.hash.startsWith('#slide=0')")
+    browser.wait(drawn)
+    assert texts(browser, "#layers h1") == ["small"]
+    assert browser.evaluate("document.getElementById('report').inert")
+    browser.key("e")
+    browser.wait("document.getElementById('layer-3').checked && !document.getElementById('layer-1').checked")
+    assert "µm" in browser.wait("document.getElementById('place').textContent")
+    browser.key("Escape")
+    browser.wait("!document.body.classList.contains('closely')")
+    assert browser.evaluate("document.activeElement === document.querySelector('.picture a')")
+    scrolled = browser.evaluate("scrollY")
+    browser.key("e")
+    assert browser.evaluate("document.getElementById('layer-3').checked"), "a key of the page that is closed"
+    assert browser.evaluate("scrollY") == scrolled
+
+
+def test_charts_follow_the_colour_scheme_and_paper_is_white_with_finer_lines(browser):
+    ink = "getComputedStyle(document.querySelector('#report .card dd')).color"
+    for scheme, bright in (("dark", True), ("light", False)):
+        browser.ask("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
+        browser.wait(f"(Number({ink}.match(/\\d+/)[0]) > 128) === {str(bright).lower()}")
+    browser.evaluate("addEventListener('beforeprint', () => { window.printed = "
+                     "document.querySelector('#report .uplot canvas').width; })")  # fmt: skip
+    before = browser.evaluate("document.querySelector('#report .uplot canvas').width")
+    paper = base64.b64decode(browser.ask("Page.printToPDF", printBackground=True)["data"])
+    assert paper.startswith(b"%PDF")
+    assert 1 <= paper.count(b"/Type /Page\n") <= 12
+    assert browser.evaluate("window.printed") == 3 * 660
+    assert browser.evaluate("document.querySelector('#report .uplot canvas').width") == before
