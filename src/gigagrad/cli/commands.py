@@ -180,11 +180,10 @@ def _plan_cohort(args: argparse.Namespace) -> None:
         if each.name not in engines:
             engines[each.name] = _engine(args, model, loss, each.memory, device)
             engines[each.name].events.subscribe(listener)
-        slide = open_image(path)
-        labels = output_channels(model, slide.shape) if loss is not None and loss.binary else 1
-        target = None if loss is None else np.broadcast_to(np.uint8(0), (labels, *slide.shape[-2:]))
-        made = engines[each.name].plan(slide, target, machine=machine)
-        return float(made.predicted_seconds)
+        with open_image(path) as slide:
+            labels = output_channels(model, slide.shape) if loss is not None and loss.binary else 1
+            target = None if loss is None else np.broadcast_to(np.uint8(0), (labels, *slide.shape[-2:]))
+            return float(engines[each.name].plan(slide, target, machine=machine).predicted_seconds)
 
     step = "prediction" if args.predict else "training step"
     title = f"Cheapest machines for a {step} of {args.model} on each slide, in {format_seconds(deadline)}"

@@ -81,7 +81,7 @@ def make_mix_study(
     Raises:
         ConfigError: a slide fits on no machine, or all machines together need longer.
     """
-    shapes = [open_image(slide).shape for slide in slides]
+    shapes = [_shape_of(slide) for slide in slides]
     pixels = [prod(shape[-2:]) for shape in shapes]
     found = buckets(pixels)
     rows = []
@@ -112,6 +112,11 @@ def make_mix_study(
     ]
     sizes = tuple((shapes[members[0]][-2], shapes[members[0]][-1]) for members in found)
     return MixStudy(title, deadline, kinds, sizes, counts, tuple(rows), mix, tuple(alone))
+
+
+def _shape_of(slide: Path) -> tuple[int, ...]:
+    with open_image(slide) as image:
+        return image.shape
 
 
 def mix_tables(study: MixStudy, note: str = "") -> tuple[Table, ...]:

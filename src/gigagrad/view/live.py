@@ -30,6 +30,7 @@ from gigagrad.prediction.classes import Channels, image_shape
 from gigagrad.prediction.outputs import probability_bytes
 from gigagrad.prediction.predict import Predictor
 from gigagrad.view.layers import Layer
+from gigagrad.view.plans import on_slide
 from gigagrad.view.pyramids import ImagePyramid
 
 Result = TypeVar("Result")
@@ -110,13 +111,7 @@ class Live:
             Layer("Probabilities now", "probabilities", shares, named, live=True, of=self.name),
         )
         full, exact = slide.levels[0].shape, seconds <= _MOST_BEFORE_SECONDS
-        segments = [
-            {
-                "tile": [side * of / own for side, of, own in zip(each.tile, full, each.shape, strict=True)],
-                "crop": [side * of / own for side, of, own in zip(each.crop, full, each.read_shape, strict=True)],
-            }
-            for each in plan.segments
-        ]
+        segments = [on_slide(each.tile, each.shape, each.crop, each.read_shape, full) for each in plan.segments]
         return layers, {"of": self.name, "shape": own.shape[1:], "segments": segments, "exact": exact}
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -35,13 +35,28 @@ def read_plan(of: str, path: Path, slide: Image) -> dict[str, Any] | None:
 
 def _segment(told: Mapping[str, Any], slide: Image) -> dict[str, Any]:
     """Say where tiles lie. Raises `KeyError` for plans of earlier versions."""
-    sizes = {name: [float(side) for side in told[name]] for name in ("tile", "shape", "crop", "read_shape")}
-    whole = slide.levels[0].shape
-    tile = [side * of / own for side, of, own in zip(sizes["tile"], whole, sizes["shape"], strict=True)]
-    crop = [side * of / own for side, of, own in zip(sizes["crop"], whole, sizes["read_shape"], strict=True)]
-    if not all(map(math.isfinite, [*tile, *crop])) or min(tile) <= 0:
+    tile, shape, crop, read_shape = (
+        tuple(float(side) for side in told[name]) for name in ("tile", "shape", "crop", "read_shape")
+    )
+    found = on_slide(tile, shape, crop, read_shape, slide.levels[0].shape)
+    if not all(map(math.isfinite, [*found["tile"], *found["crop"]])) or min(found["tile"]) <= 0:
         raise ValueError("a tile without pixels")
-    return {"tile": tile, "crop": [max(pair) for pair in zip(crop, tile, strict=True)]}
+    return found
+
+
+def on_slide(
+    tile: Sequence[float],
+    shape: Sequence[float],
+    crop: Sequence[float],
+    read_shape: Sequence[float],
+    whole: Sequence[int],
+) -> dict[str, list[float]]:
+    """Return height and width of a segment's tiles and of what they are computed from in pixels of level 0, which is
+    `whole` pixels high and wide; `shape` and `read_shape` are those of the fields that tile and crop are of.
+    """
+    own = [side * of / size for side, of, size in zip(tile, whole, shape, strict=True)]
+    read = [side * of / size for side, of, size in zip(crop, whole, read_shape, strict=True)]
+    return {"tile": own, "crop": [max(pair) for pair in zip(read, own, strict=True)]}
 
 
 def works_of(folders: Iterable[tuple[str, Path]], slides: Mapping[str, int]) -> Iterator[dict[str, Any]]:
