@@ -9,18 +9,12 @@ import os
 import sys
 from collections.abc import Collection
 from contextlib import AbstractContextManager, nullcontext
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gigagrad.errors import ConfigError
 
 if TYPE_CHECKING:
-    from torch import nn
-
-    from gigagrad.devices import Device, Machine
     from gigagrad.events import Listener
-    from gigagrad.execution import Engine
-    from gigagrad.losses import Loss
     from gigagrad.scaling import Link
 
 
@@ -56,7 +50,9 @@ def label(args: argparse.Namespace) -> None:
 def plan(args: argparse.Namespace) -> None:
     import numpy as np
 
+    from gigagrad.config.machines import planned_for
     from gigagrad.devices.machine import Gpu
+    from gigagrad.execution import compile
     from gigagrad.losses import named_loss
     from gigagrad.models import resolve
     from gigagrad.reports.charts import check_picture, draw_plan
@@ -74,12 +70,20 @@ def plan(args: argparse.Namespace) -> None:
     if args.picture is not None:
         check_picture(args.picture)
     link = _link(args)
-    device, machine = _planned_for(args)
+    device, machine = planned_for(args.device, args.card, args.rates, args.threads, args.memory)
     scratch = args.scratch
     if scratch is None and args.scratch_bytes is not None:
         scratch = PlannedDiskTier(parse_bytes(args.scratch_bytes))
     model, loss = resolve(args.model, published=False), None if args.predict else named_loss(args.loss)
-    engine = _engine(args, model, loss, args.memory, device, scratch)
+    engine = compile(
+        model.train(not args.predict),
+        None if loss is None else loss.function,
+        memory=args.memory,
+        scratch=scratch,
+        scratch_bytes=args.scratch_bytes,
+        storage=args.storage,
+        device=device,
+    )
     # One pixel, seen everywhere: a plan asks for the shape and the dtype of images, not for their memory.
     shape, bag = (args.channels, *args.size), () if args.patches is None else (args.patches,)
     slide = np.broadcast_to(np.uint8(255), (*bag, *shape))
@@ -109,22 +113,6 @@ def plan(args: argparse.Namespace) -> None:
         print(args.picture)
 
 
-def _engine(
-    args: argparse.Namespace, model: nn.Module, loss: Loss | None, memory: str | None, device: Any, scratch: Any = None
-) -> Engine:
-    from gigagrad.execution import compile
-
-    return compile(
-        model.train(not args.predict),
-        None if loss is None else loss.function,
-        memory=memory,
-        scratch=scratch,
-        scratch_bytes=args.scratch_bytes,
-        storage=args.storage,
-        device=device,
-    )
-
-
 _OF_ONE_IMAGE = (
     "size",
     "patches",
@@ -141,54 +129,24 @@ _OF_ONE_IMAGE = (
 
 def _plan_cohort(args: argparse.Namespace) -> None:
     """Plan every size of slide of a cohort on every kind of machine, and show the cheapest mix of these."""
-    import numpy as np
-
     from gigagrad.cohorts import find_slides
-    from gigagrad.config.machines import MachineKind, read_kinds
-    from gigagrad.errors import extra
-    from gigagrad.images import open_image
-    from gigagrad.losses import named_loss
-    from gigagrad.models import resolve
-    from gigagrad.reports.mix_study import make_mix_study, mix_tables
+    from gigagrad.config.machines import read_kinds
+    from gigagrad.reports.mix_study import mix_tables, plan_cohort
     from gigagrad.reports.tables import Shown
-    from gigagrad.training.targets import output_channels
-    from gigagrad.units import format_seconds, parse_seconds
+    from gigagrad.units import parse_seconds
 
     if None in (args.cohort, args.machines, args.deadline):
         raise ConfigError("a cohort is planned for with --cohort, --machines and --deadline; give all three")
     if beside := [name for name in _OF_ONE_IMAGE if getattr(args, name)]:
         raise ConfigError(f"--{beside[0].replace('_', '-')} is of one image; leave it out, or --cohort and --machines")
-    with extra("mix"):
-        import scipy.optimize  # noqa: F401  # before minutes of planning
     try:
         deadline = parse_seconds(args.deadline)
     except ValueError as error:
         raise ConfigError(f"--deadline: {error}") from error
     kinds, slides = read_kinds(args.machines), [row.slide for row in find_slides([args.cohort], args.split)]
-    model, loss = resolve(args.model, published=False), None if args.predict else named_loss(args.loss)
-    engines: dict[str, Any] = {}
-
-    def predict(each: MachineKind, path: Path) -> float:
-        rates = None if each.rates is None else Path(each.rates)
-        asked = argparse.Namespace(
-            device=each.device, card=each.card, rates=rates, threads=each.cores, memory=each.memory
-        )
-        try:
-            device, machine = _planned_for(asked)
-        except ConfigError as error:
-            raise ConfigError(f"{args.machines}, {each.name}: {error}") from error
-        if each.name not in engines:
-            engines[each.name] = _engine(args, model, loss, each.memory, device)
-            engines[each.name].events.subscribe(listener)
-        with open_image(path) as slide:
-            labels = output_channels(model, slide.shape) if loss is not None and loss.binary else 1
-            target = None if loss is None else np.broadcast_to(np.uint8(0), (labels, *slide.shape[-2:]))
-            return float(engines[each.name].plan(slide, target, machine=machine).predicted_seconds)
-
-    step = "prediction" if args.predict else "training step"
-    title = f"Cheapest machines for a {step} of {args.model} on each slide, in {format_seconds(deadline)}"
+    loss = None if args.predict else args.loss
     with _progress(quiet=args.json) as listener:
-        study = make_mix_study(title, slides, kinds, deadline, predict)
+        study = plan_cohort(args.model, loss, slides, kinds, deadline, storage=args.storage, listeners=(listener,))
     if args.json:
         print(json.dumps(study.to_dict(), indent=2))
         return
@@ -205,46 +163,6 @@ def _link(args: argparse.Namespace) -> Link:
     if args.ranks is not None and args.predict:
         raise ConfigError("--ranks share training steps; for predictions give each machine slides of its own")
     return parse_link(args.link or "10Gbit/s,50us")
-
-
-def _planned_for(args: argparse.Namespace) -> tuple[str | Device, Machine | None]:
-    """Return the device that is planned for, and its machine where that is not this one.
-
-    Raises `ConfigError` for flags of processors with a GPU and the other way round, and for a GPU that need not be here
-    and of which nobody says how much memory it has.
-    """
-    if args.device == "cuda":
-        return _planned_gpu(args)
-    if args.card is not None:
-        raise ConfigError(f"--card names a GPU, got {args.card!r} with --device {args.device}; add --device cuda")
-    if args.rates is None and args.threads is None:
-        return args.device, None
-    from gigagrad.devices import Machine, device_for
-
-    machine = device_for(args.device).machine() if args.rates is None else Machine.from_profile(args.rates)
-    return args.device, machine if args.threads is None else dataclasses.replace(machine, threads=args.threads)
-
-
-def _planned_gpu(args: argparse.Namespace) -> tuple[str | Device, Machine | None]:
-    import torch
-
-    from gigagrad.devices.cuda import PlannedCuda
-    from gigagrad.devices.machine import Gpu
-
-    if args.threads is not None:
-        raise ConfigError(f"--threads are of processors, got --device {args.device}; leave them out")
-    if args.rates is not None and args.card is not None:
-        raise ConfigError(f"got --rates {args.rates} and --card {args.card}, expected one of both; leave one out")
-    if args.rates is None and args.card is None and torch.cuda.is_available():
-        return args.device, None
-    if args.memory is None:
-        why = "a card of --rates or --card is not asked" if torch.cuda.is_available() else "there is no GPU here to ask"
-        raise ConfigError(f"{why}; give what yours may use of its memory, e.g. --memory 40GiB")
-    if args.rates is not None:
-        machine = Gpu.from_profile(args.rates)
-    else:
-        machine = Gpu.typical("") if args.card is None else Gpu.listed(args.card)
-    return PlannedCuda(machine), machine
 
 
 def init(args: argparse.Namespace) -> None:

@@ -1,4 +1,6 @@
-"""Read the machines that may be rented for a cohort: a YAML list of their prices, memory and rates."""
+"""Read the machines that may be rented for a cohort: a YAML list of their prices, memory and rates; and what is planned
+for where a machine is not this one.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +8,13 @@ import dataclasses
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from gigagrad.config import Settings, read_yaml
 from gigagrad.errors import ConfigError
+
+if TYPE_CHECKING:
+    from gigagrad.devices import Device, Machine
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,3 +80,50 @@ def _read_kind(content: dict[str, object], where: str) -> MachineKind:
         return MachineKind.from_dict(content)
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from error
+
+
+def planned_for(
+    device: str, card: str | None, rates: Path | None, threads: int | None, memory: str | None
+) -> tuple[str | Device, Machine | None]:
+    """Return the device that is planned for, and its machine where that is not this one.
+
+    Raises:
+        ConfigError: settings of processors with a GPU and the other way round, and a GPU that need not be here and of
+            which nobody says how much memory it has.
+    """
+    if device == "cuda":
+        return _planned_gpu(card, rates, threads, memory)
+    if card is not None:
+        raise ConfigError(f"--card names a GPU, got {card!r} with --device {device}; add --device cuda")
+    if rates is None and threads is None:
+        return device, None
+    from gigagrad.devices import Machine, device_for
+
+    machine = device_for(device).machine() if rates is None else Machine.from_profile(rates)
+    return device, machine if threads is None else dataclasses.replace(machine, threads=threads)
+
+
+def _planned_gpu(
+    card: str | None, rates: Path | None, threads: int | None, memory: str | None
+) -> tuple[str | Device, Machine | None]:
+    import torch
+
+    from gigagrad.devices.cuda import PlannedCuda
+    from gigagrad.devices.machine import Gpu
+
+    if threads is not None:
+        raise ConfigError("--threads are of processors, got --device cuda; leave them out")
+    if rates is not None and card is not None:
+        raise ConfigError(f"got --rates {rates} and --card {card}, expected one of both; leave one out")
+    if rates is None and card is None and torch.cuda.is_available():
+        return "cuda", None
+    if memory is None:
+        why = "a card of --rates or --card is not asked" if torch.cuda.is_available() else "there is no GPU here to ask"
+        raise ConfigError(f"{why}; give what yours may use of its memory, e.g. --memory 40GiB")
+    if rates is not None:
+        machine = Gpu.from_profile(rates)
+    elif card is not None:
+        machine = Gpu.listed(card)
+    else:
+        machine = Gpu.typical("")
+    return PlannedCuda(machine), machine

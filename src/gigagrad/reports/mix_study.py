@@ -8,11 +8,19 @@ from math import inf, isfinite, prod
 from pathlib import Path
 from typing import Any
 
-from gigagrad.config.machines import MachineKind
-from gigagrad.errors import BudgetError, ConfigError
+import numpy as np
+
+from gigagrad.config.machines import MachineKind, planned_for
+from gigagrad.devices import Machine
+from gigagrad.errors import BudgetError, ConfigError, extra
+from gigagrad.events import Listener
+from gigagrad.execution import Engine, compile
 from gigagrad.images import open_image
+from gigagrad.losses import named_loss
 from gigagrad.mix import Mix, buckets, cheapest_mix, least_deadline
+from gigagrad.models import resolve
 from gigagrad.plans.description import GOOD, OWN, Table
+from gigagrad.training.targets import output_channels
 from gigagrad.units import format_seconds
 
 
@@ -68,19 +76,63 @@ class MixStudy:
         }
 
 
-def make_mix_study(
+def plan_cohort(
+    model: str,
+    loss: str | None,
+    slides: Sequence[Path],
+    kinds: tuple[MachineKind, ...],
+    deadline: float,
+    *,
+    storage: str | None = None,
+    listeners: Sequence[Listener] = (),
+) -> MixStudy:
+    """Find the cheapest machines for all `slides` within `deadline` seconds: for a training step of a `model` with a
+    `loss` on each, or for a prediction without.
+
+    Raises:
+        ConfigError: a slide fits on no machine, a machine cannot be planned for, or all together need longer.
+        ModelError: a name is none of a model or loss.
+    """
+    with extra("mix"):
+        import scipy.optimize  # noqa: F401  # before minutes of planning
+    network, named = resolve(model, published=False), None if loss is None else named_loss(loss)
+    network.train(loss is not None)
+    engines: dict[MachineKind, tuple[Engine, Machine | None]] = {}
+
+    def engine_on(kind: MachineKind) -> tuple[Engine, Machine | None]:
+        rates = None if kind.rates is None else Path(kind.rates)
+        try:
+            device, machine = planned_for(kind.device, kind.card, rates, kind.cores, kind.memory)
+        except ConfigError as error:
+            raise ConfigError(f"machine {kind.name}: {error}") from error
+        function = None if named is None else named.function
+        engine = compile(network, function, memory=kind.memory, storage=storage, device=device)
+        for listener in listeners:
+            engine.events.subscribe(listener)
+        return engine, machine
+
+    def predict(kind: MachineKind, path: Path) -> float:
+        if kind not in engines:
+            engines[kind] = engine_on(kind)
+        engine, machine = engines[kind]
+        with open_image(path) as slide:
+            labels = output_channels(network, slide.shape) if named is not None and named.binary else 1
+            target = None if named is None else np.broadcast_to(np.uint8(0), (labels, *slide.shape[-2:]))
+            return float(engine.plan(slide, target, machine=machine).predicted_seconds)
+
+    step = "prediction" if loss is None else "training step"
+    title = f"Cheapest machines for a {step} of {model} on each slide, in {format_seconds(deadline)}"
+    return _study(title, slides, kinds, deadline, predict)
+
+
+def _study(
     title: str,
     slides: Sequence[Path],
     kinds: tuple[MachineKind, ...],
     deadline: float,
     predict: Callable[[MachineKind, Path], float],
 ) -> MixStudy:
-    """Find the cheapest machines for all `slides` within `deadline` seconds. `predict` plans a slide on a machine and
-    returns its seconds, or raises `BudgetError`.
-
-    Raises:
-        ConfigError: a slide fits on no machine, or all machines together need longer.
-    """
+    """Find the mix. `predict` plans a slide on a machine and returns its seconds, or raises `BudgetError`."""
     shapes = [_shape_of(slide) for slide in slides]
     pixels = [prod(shape[-2:]) for shape in shapes]
     found = buckets(pixels)
