@@ -9,6 +9,7 @@ from gigagrad.errors import ConfigError
 from gigagrad.images import open_image
 from gigagrad.masks.classes import mask_classes
 from gigagrad.prediction import patch_edges, smooth_scores, tissue_graph, write_graph
+from gigagrad.prediction.polygons import placed, trace
 
 TUMOUR_AND_STROMA = mask_classes(2, ["Tumour", "Stroma"])
 
@@ -48,6 +49,18 @@ def test_nodes_and_edges_of_a_small_mask(mask):
         }.items()
     }
     assert graph.edge_names.tolist() == ["distance_um", "border_um"]
+
+
+def test_nodes_have_the_ids_of_their_outlines():
+    """Regions of two classes in any order, with holes, and corners that touch."""
+    mask = open_image(np.kron(np.random.default_rng(3).integers(0, 3, (12, 17)), np.ones((5, 5))).astype(np.uint8))
+    outlines = list(placed(trace(mask, TUMOUR_AND_STROMA, min_area_px=1), "a"))
+    graph = tissue_graph(mask, TUMOUR_AND_STROMA, min_area_px=1, outlines=outlines)
+    assert len(set(graph.id)) == len(graph.y) == len(outlines) > 20
+    own = {region.id: region for region in outlines}
+    for number, (name, kind, area) in enumerate(zip(graph.id, graph.y, graph.x[:, 0], strict=True)):
+        assert (own[name].kind.id, own[name].polygon.area) == (kind, area), number
+        assert np.allclose(own[name].polygon.centroid.coords[0], graph.pos[number], atol=1e-4)
 
 
 def test_labels_that_overlap_are_nodes_each():

@@ -1,6 +1,7 @@
 """What each output holds, read back by whoever it is for."""
 
 import csv
+import dataclasses
 import json
 import sqlite3
 import zlib
@@ -80,6 +81,11 @@ def test_the_graph_is_of_the_regions(predicted, tmp_path):
         assert graph["y_names"][np.searchsorted(graph["y_ids"], graph["y"])].tolist() == ["Tumour", 'Stroma "\u00b5"']
         assert graph["pos"].tolist()[1] == [30, 240]
         assert graph["x"][:, 0].tolist() == [50 * 80 - 20 * 40, 600]
+        collection = json.loads(written("geojson", predicted, tmp_path).read_text())
+        assert graph["id"].tolist() == [feature["id"] for feature in collection["features"]]
+    coarse = dataclasses.replace(predicted, traced=dataclasses.replace(predicted.traced, downsample=2))
+    with np.load(written("graph", coarse, tmp_path)) as graph:
+        assert graph["id"].tolist() == ["", ""]
 
 
 def test_a_slide_of_unknown_resolution_has_no_areas_in_micrometres(predicted, tmp_path):

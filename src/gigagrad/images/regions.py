@@ -78,6 +78,7 @@ class Regions(Image):
         perimeters: `(N,)` pixel edges between a region and anything else.
         centroids: `(N, 2)` means of y and x over a region's pixels, of which each counts from its middle.
         bounds_of: `(N, 4)` half-open boxes y0, x0, y1, x1.
+        firsts: `(N, 2)` y and x of the first pixel of each in reading order.
         means: `(N, C)` means of the channels of the image `seen` over a region; `C` is 0 without one.
         pairs: `(E, 2)` regions, counted from 0, the smaller one first, that share a pixel edge. Their class ids differ.
         borders: `(E,)` pixel edges that they share.
@@ -161,7 +162,7 @@ class Regions(Image):
         self.values = np.concatenate(values)[first[chosen]]
         self.areas, self.perimeters = found[0, chosen].astype(np.int64), 2 * found[3, chosen].astype(np.int64)
         self.centroids, self.means = (found[1:3, chosen] / found[0, chosen]).T, (found[4:, chosen] / found[0, chosen]).T
-        self.bounds_of = bounds[chosen]
+        self.bounds_of, self.firsts = bounds[chosen], np.stack(np.divmod(low[4][chosen], self._row), axis=1)
         one, other = np.sort(number[of[np.stack((one, other))]] - 1, axis=0)
         there = ~joins & (one >= 0)
         one, other, _, width = _unique(one[there], other[there], joins[there], width[there])

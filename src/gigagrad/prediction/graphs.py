@@ -9,7 +9,7 @@ steps are products with the sparse matrix of edges; passing on only what has cha
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -20,6 +20,7 @@ from gigagrad.errors import ConfigError
 from gigagrad.files import replacing
 from gigagrad.images import Image, MaskClass, find_regions
 from gigagrad.prediction.classes import require_mask
+from gigagrad.prediction.polygons import Region
 
 _Ints = NDArray[np.int64]
 _Floats = NDArray[np.float64]
@@ -36,6 +37,7 @@ class TissueGraph(NamedTuple):
         y: `(N,)` int64 class ids; `y_names` of all classes and `y_ids`, in the same order.
         edge_index: `(2, E)` int64 nodes from and to.
         edge_attr: `(E, 2)` float32: distance of the centroids, and shared border; `edge_names`, with their units.
+        id: `(N,)` ids of the regions' outlines; empty where a region has none.
     """
 
     pos: NDArray[np.float32]
@@ -47,6 +49,7 @@ class TissueGraph(NamedTuple):
     y_names: NDArray[np.str_]
     y_ids: _Ints
     edge_names: NDArray[np.str_]
+    id: NDArray[np.str_]
 
 
 def tissue_graph(
@@ -56,6 +59,7 @@ def tissue_graph(
     seen: Image | None = None,
     min_area_px: int = 256,
     scale: tuple[float, float] = (1, 1),
+    outlines: Iterable[Region] = (),
 ) -> TissueGraph:
     """Make the graph of a mask's regions, 4-connected, of these classes.
 
@@ -65,6 +69,7 @@ def tissue_graph(
         seen: the slide at the mask's size, whose channels' means over a region are features.
         min_area_px: regions of fewer pixels of the mask are left out.
         scale: how many level-0 pixels of the slide a pixel of the mask is high and wide.
+        outlines: regions with ids, in pixels of the mask (`polygons.placed`); nodes of the same region get its id.
 
     Raises `ImageError` as `find_regions` does.
     """
@@ -101,7 +106,19 @@ def tissue_graph(
         np.array([kind.name for kind in classes]),
         np.array([kind.id for kind in classes], np.int64),
         np.array([f"distance_{unit}", f"border_{unit}"]),
+        _ids(np.concatenate(values), np.concatenate([each.firsts for each in found]), outlines),
     )
+
+
+def _ids(values: _Ints, firsts: _Ints, outlines: Iterable[Region]) -> NDArray[np.str_]:
+    """Find the id of each region by its class and its first pixel, where an outline has its first corner."""
+    known = {}
+    for region in outlines:
+        x, y = np.asarray(region.polygon.exterior.coords, np.int64).T
+        at = np.lexsort((x, y))[0]
+        known[region.kind.id, int(y[at]), int(x[at])] = region.id
+    nodes = zip(values.tolist(), *firsts.T.tolist(), strict=True)
+    return np.array([known.get(node, "") for node in nodes], np.str_)
 
 
 def _delaunay(points: _Floats) -> _Ints:

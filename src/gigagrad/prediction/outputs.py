@@ -27,7 +27,7 @@ from gigagrad.masks import IGNORED, LabelMap
 from gigagrad.prediction.classes import Channels
 from gigagrad.prediction.graphs import tissue_graph, write_graph
 from gigagrad.prediction.outlines import draw_overlay, layers, write_overlay
-from gigagrad.prediction.polygons import Traced, write_annotations, write_geojson, write_instances
+from gigagrad.prediction.polygons import Traced, placed, write_annotations, write_geojson, write_instances
 
 _STRIP_PX: Final = 512
 """Rows of a mask that are made of it at a time: those of its tiles."""
@@ -177,8 +177,10 @@ def _instances(path: Path, predicted: Predicted) -> None:
 
 
 def _graph(path: Path, predicted: Predicted) -> None:
-    slide = predicted.slide.filled()
-    write_graph(path, tissue_graph(predicted.mask, predicted.classes, seen=slide, scale=predicted.scale))
+    slide, exact = predicted.slide.filled(), predicted.traced.downsample == 1
+    outlines = placed(predicted.traced, path.stem) if exact else ()
+    graph = tissue_graph(predicted.mask, predicted.classes, seen=slide, scale=predicted.scale, outlines=outlines)
+    write_graph(path, graph)
 
 
 def _tiatoolbox(path: Path, predicted: Predicted) -> None:
