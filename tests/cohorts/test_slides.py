@@ -3,6 +3,7 @@
 import pytest
 
 from gigagrad.cohorts import Row, find_slides
+from gigagrad.cohorts.rows import masks_beside
 from gigagrad.errors import ConfigError
 
 
@@ -16,6 +17,17 @@ def folder(tmp_path):
 def test_folders_and_files(folder):
     assert [entry.name for entry in find_slides([folder])] == ["a", "b", "m"]
     assert find_slides([folder / "b.svs", folder / "b.svs"]) == (Row(folder / "b.svs"),)
+
+
+def test_a_mask_beside_its_slide_is_no_slide(folder):
+    for name in ("a_mask.tif", "b-Labels.png", "c_mask.tif", "mask.tif"):
+        (folder / name).touch()
+    assert [entry.name for entry in find_slides([folder])] == ["a", "b", "c_mask", "m", "mask"]
+    assert masks_beside(folder) == {
+        folder / "a.tif": [folder / "a_mask.tif"],
+        folder / "b.svs": [folder / "b-Labels.png"],
+    }
+    assert [entry.name for entry in find_slides([folder / "a_mask.tif"])] == ["a_mask"], "who names it means it"
 
 
 def test_csv_rows(folder):

@@ -11,6 +11,7 @@ pytest.importorskip("starlette", reason="needs gigagrad[view]")
 
 from starlette.testclient import TestClient
 
+from gigagrad.images import Image
 from gigagrad.view import serving
 from gigagrad.view.catalog import find
 from gigagrad.view.server import application
@@ -26,7 +27,7 @@ Serve = Callable[..., TestClient]
 def serve(request: pytest.FixtureRequest) -> Serve:
     """Serve what `find` finds; addresses are relative to the page's own."""
 
-    def started(*sources: Path, live=(), host: str = "127.0.0.1", **named) -> TestClient:
+    def started(*sources: Path | Image, live=(), host: str = "127.0.0.1", **named) -> TestClient:
         catalog = find(sources, **named)
         slides = Slides(catalog.items, live)
         request.addfinalizer(slides.close)

@@ -7,9 +7,12 @@ import sys
 import threading
 from urllib.parse import urlsplit
 
+import numpy as np
 import pytest
 
+from gigagrad.boxes import Box
 from gigagrad.errors import ConfigError
+from gigagrad.images import open_image
 from gigagrad.view import Frame, frame, serving
 from gigagrad.view.page import read_page
 from gigagrad.view.slides import Opened
@@ -52,6 +55,16 @@ def test_a_cell_holds_the_page_and_behind_it_a_picture(shown):
     assert status(shown.address, sec_fetch_dest="script")[0] == 403
     assert status(shown.address + "catalog", sec_fetch_dest="iframe")[0] == 403
     assert status(shown.address[:-2] + "/", sec_fetch_dest="iframe")[0] == 403
+
+
+def test_images_that_are_open_and_arrays_are_shown_too(page):
+    pixels = np.zeros((3, 40, 60), np.uint8)
+    with open_image(pixels) as opened:
+        made = Frame(opened, pixels + 1)
+        assert status(made.address, sec_fetch_dest="object")[0] == 200
+        made.close()
+        assert 'src="data:image/png' in made._repr_html_()
+        assert opened.read(Box.whole(2, 2)).shape == (3, 2, 2), "who opened it closes it"
 
 
 def test_closed_it_shows_the_picture_and_leaves_no_thread(shown):

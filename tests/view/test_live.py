@@ -3,11 +3,20 @@
 import io
 
 import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
 from PIL import Image as Pillow
+from torch import nn
 
+import gigagrad as gg
+from gigagrad.at_work import Work
 from gigagrad.boxes import Box
+from gigagrad.errors import ConfigError
 from gigagrad.events import TileBegun
 from gigagrad.images import open_image
+from gigagrad.models import Normalise
+from gigagrad.view.catalog import find
 from gigagrad.view.live import Live
 from gigagrad.view.pyramids import TILE
 
@@ -42,13 +51,44 @@ def test_a_plan_that_would_compute_for_long_before_the_first_tile_is_another_one
     assert client.get("slides/0/1/0/0/1").status_code == 200
 
 
-def test_a_model_that_scores_slides_is_refused_in_words(serve, jpeg_slide, network_dir, monkeypatch):
-    monkeypatch.setattr("gigagrad.view.live.image_shape", lambda engine, slide: None)
-    client = serve(jpeg_slide, live=[Live(network_dir)])
+@pytest.mark.parametrize(
+    ("layers", "refused"),
+    [((nn.AdaptiveAvgPool2d(1), nn.Flatten()), "output is no image"), ((nn.MaxPool2d(2),), "no image of its size")],
+    ids=["a score", "half the size"],
+)
+def test_a_model_that_predicts_no_pixels_is_refused_in_words(serve, jpeg_slide, layers, refused):
+    client = serve(jpeg_slide, live=[Live(gg.compile(nn.Sequential(Normalise(), *layers)))])
     answer = client.get("slides/0/live")
-    assert "no image of its size" in answer.json()["problems"][0]
+    assert refused in answer.json()["problems"][0]
     assert not answer.json()["layers"]
     assert client.get("slides/0/0/0/0/0").status_code == 200
+
+
+def test_an_engine_predicts_what_is_in_view(serve, jpeg_slide):
+    """With the weights of its model as they are, whatever its loss; and images that are open are slides."""
+    torch.manual_seed(0)
+    model = nn.Sequential(Normalise(), nn.Conv2d(3, 3, 3, padding=1))
+    engine = gg.compile(model, F.cross_entropy)
+    slide = open_image(np.random.default_rng(0).integers(0, 256, (3, 60, 90), np.uint8))
+    client = serve(slide, live=[Live(engine, classes=["a", "b"])])
+    assert client.get("slides/0").json()["name"] == slide.name
+    ids, shares = client.get("slides/0/live").json()["layers"]
+    assert [kind["name"] for kind in ids["classes"]] == ["a", "b"]
+    assert [kind["name"] for kind in shares["classes"]] == ["Background", "a", "b"]
+    with torch.no_grad():
+        expected = model(torch.from_numpy(slide.read(Box.whole(60, 90)))[None])[0].argmax(0)
+    got = np.asarray(Pillow.open(io.BytesIO(client.get("slides/0/1/0/0/0").content)))
+    np.testing.assert_array_equal(got, expected)
+    assert not engine.events.has_listeners, "its own bars are shown as before"
+    with pytest.raises(ConfigError, match="leave memory, device, trust out"):
+        Live(engine, memory="1GiB")
+
+
+def test_two_open_images_of_one_name_are_two_slides(jpeg_slide):
+    pixels = np.zeros((3, 8, 8), np.uint8)
+    first, second = find([open_image(pixels), open_image(pixels), jpeg_slide]).items[:2]
+    assert first.image is not second.image
+    assert first.files == ()
 
 
 def test_a_tile_of_a_live_layer_comes_also_when_its_slide_was_closed_meanwhile(serve, network_dir, jpeg_slide):
@@ -61,11 +101,13 @@ def test_what_the_network_computes_is_told_meanwhile(serve, network_dir, jpeg_sl
     live = Live(network_dir)
     client, heard = serve(jpeg_slide, live=[live]), []
 
-    def listen(event):  # behind the page's own listener
-        if isinstance(event, TileBegun):
-            heard.append(client.get("now").json())
+    class Asked(Work):
+        def __call__(self, event):
+            super().__call__(event)
+            if isinstance(event, TileBegun):
+                heard.append(client.get("now").json())
 
-    live._predictor.engine.events.subscribe(listen)
+    live.work = Asked()
     assert client.get("slides/0/1/0/0/0").status_code == 200
     (told,) = heard[-1]
     assert (told["of"], told["slide"], told["name"]) == ("what is in view", 0, "small.tif")

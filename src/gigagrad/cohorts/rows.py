@@ -77,6 +77,8 @@ _SPLIT_WORDS: Final[dict[str, Split]] = {
 }
 _YES: Final = ("1", "1.0", "true", "yes", "dead", "deceased")
 _NO: Final = ("0", "0.0", "false", "no", "alive", "living")
+_MASK_NAME = re.compile(r"(?:(?P<of>.+)[ ._-])?(?:mask|masks|label|labels|labelmap)", re.IGNORECASE)
+"""Names of files that are masks where the slide that they are of lies beside them."""
 _SPLIT_FILE = re.compile(r"splits_(\d{1,4})\.csv")
 _NUMBERED = re.compile(r"(slide|mask)[ _-]?(\d+)")
 _MISSPELT = 0.8
@@ -140,7 +142,27 @@ class Row:
 
 
 def slides_in(folder: Path) -> list[Path]:
-    """List the slide files of a folder, in alphabetical order; hidden ones are left out."""
+    """List the slide files of a folder, in alphabetical order; hidden ones are left out, and masks of others."""
+    masks = {path for paths in masks_beside(folder).values() for path in paths}
+    return [path for path in _images_in(folder) if path not in masks]
+
+
+def masks_beside(folder: Path) -> dict[Path, list[Path]]:
+    """Find the images of a folder that are called as masks of others: `NAME_mask.tif` beside `NAME.svs`, or `mask.tif`
+    beside the only slide. Return them by the slide that they are of.
+    """
+    called = {path: _MASK_NAME.fullmatch(plain_stem(path.stem)) for path in _images_in(folder)}
+    slides = {plain_stem(path.stem): path for path, match in called.items() if match is None}
+    only = next(iter(slides.values())) if len(slides) == 1 else None
+    found: dict[Path, list[Path]] = {}
+    for path, match in called.items():
+        of = None if match is None else slides.get(match["of"]) if match["of"] else only
+        if of is not None:
+            found.setdefault(of, []).append(path)
+    return found
+
+
+def _images_in(folder: Path) -> list[Path]:
     return sorted(
         path for path in folder.iterdir() if path.suffix.lower() in SLIDE_SUFFIXES and not path.name.startswith(".")
     )

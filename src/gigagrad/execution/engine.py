@@ -330,7 +330,7 @@ class Engine:
             sources = held.enter_context(opened_sources(self._composite, image, None))
             captured = self._captures.get(sources)
             if not _delivers_image(captured.graph):
-                raise ConfigError("at needs a model whose output is an image")
+                raise ConfigError("the model's output is no image, which at() needs; forward() returns it")
             if at_once:
                 prepared = self._planner.prepare_boxes(captured.graph, sources)
             else:

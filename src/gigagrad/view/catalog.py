@@ -7,9 +7,9 @@ link that was named itself is its user's word. A file that has become a link sin
 from __future__ import annotations
 
 import dataclasses
-import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -17,10 +17,11 @@ from typing import Final
 from gigagrad.cohorts import Row, find_slides
 from gigagrad.cohorts.cohort import is_cohort_folder
 from gigagrad.cohorts.records import FILE_NAME, FOLDER, SlideResult, read_records
-from gigagrad.cohorts.rows import slides_in
+from gigagrad.cohorts.rows import masks_beside, slides_in
 from gigagrad.config import read_yaml
 from gigagrad.errors import ConfigError, GigagradError
 from gigagrad.files import digest_of
+from gigagrad.images import Image
 from gigagrad.images.layout import plain_stem
 from gigagrad.images.opening import dicom_instances
 from gigagrad.masks import ClassTable
@@ -30,8 +31,6 @@ METRICS: Final = "metrics.jsonl"
 _MASKS_OF: Final = (".tif", ".tiff", ".png", ".zarr", ".geojson", ".json", ".xml", ".gz", ".zip")
 _MASK_FOLDERS: Final = ("annotations", "labels", "masks")
 """Names of folders that hold no slides, whatever the suffixes of their files."""
-_MASK_NAME: Final = re.compile(r"(?:(?P<of>.+)[ ._-])?(?:mask|masks|label|labels|labelmap)", re.IGNORECASE)
-"""Names of files that are masks where the slide that they are of lies beside them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +64,8 @@ class Item:
     """A slide, and the files that are shown over it."""
 
     row: Row
+    image: Image | None = None
+    """The slide, where it is open already; nobody here closes it."""
     labels: tuple[tuple[Path, ...], ...] = ()
     """Labels of it: each a mask, or masks of one label each."""
     predictions: tuple[Predicted, ...] = ()
@@ -77,6 +78,10 @@ class Item:
     @property
     def name(self) -> str:
         return self.row.name
+
+    def open(self) -> AbstractContextManager[Image]:
+        """Open the slide, to be closed behind a block. Raises `ImageError`."""
+        return self.row.open() if self.image is None else nullcontext(self.image)
 
     @property
     def scores(self) -> dict[str, float]:
@@ -91,7 +96,8 @@ class Item:
         """Return every file that may be opened for it."""
         labels = (path for paths in self.labels for path in paths)
         predicted = (path for each in self.predictions for path in each.files)
-        return (self.row.slide, *self.row.further_slides, *labels, *predicted)
+        slides = (self.row.slide, *self.row.further_slides) if self.image is None else ()
+        return (*slides, *labels, *predicted)
 
     def check_same(self) -> None:
         """Raise `ConfigError` where one of its files is another one than when the command started."""
@@ -133,13 +139,13 @@ class Catalog:
 
 
 def find(
-    sources: Sequence[Path],
+    sources: Sequence[Path | Image],
     masks: Sequence[Path] = (),
     predictions: Path | None = None,
     classes: Sequence[str] = (),
 ) -> Catalog:
     """Find slides and runs of `sources`: slides, folders of them, cohort files, folders of `predict` and `fit`; of a
-    folder that is none of these, what lies one below it.
+    folder that is none of these, what lies one below it. An image that is open is a slide.
 
     `masks` are files of one slide, or folders with files called by the slides; `predictions` a folder that `predict`
     wrote, or a file of one slide. Raises `ConfigError` for a source that is missing or holds nothing to look at, and
@@ -150,6 +156,9 @@ def find(
     parts: list[Path] = []
     table = ClassTable.parse(classes) if classes else None
     for source in sources:
+        if isinstance(source, Image):
+            items.append(Item(Row(Path(source.name), called=source.name), source))
+            continue
         below = _below(source)
         for each in below or [source]:
             if _is_run(each):
@@ -208,10 +217,11 @@ def _is_mask_folder(path: Path) -> bool:
 
 def _merged(items: Iterable[Item]) -> list[Item]:
     """Join what several sources know of one slide."""
-    found: dict[Path, Item] = {}
+    found: dict[tuple[Path, Image | None], Item] = {}
     for item in map(_resolved, items):
-        known = found.setdefault(item.row.slide, item)
-        found[item.row.slide] = dataclasses.replace(
+        key = item.row.slide, item.image
+        known = found.setdefault(key, item)
+        found[key] = dataclasses.replace(
             known,
             labels=tuple(dict.fromkeys((*known.labels, *item.labels))),
             predictions=tuple(dict.fromkeys((*known.predictions, *item.predictions))),
@@ -224,7 +234,7 @@ def _merged(items: Iterable[Item]) -> list[Item]:
         for paths in (*item.labels, *(each.files for each in item.predictions))
         for path in paths
     }
-    return [item for path, item in found.items() if path not in over]
+    return [item for (path, image), item in found.items() if path not in over or image is not None]
 
 
 def _named(items: Sequence[Item], runs: Sequence[Run]) -> list[Item]:
@@ -285,32 +295,21 @@ def _of_predictions(folder: Path) -> list[Item]:
 
 
 def _of_slides(source: Path) -> list[Item]:
-    rows = find_slides([source])
+    rows, beside = find_slides([source]), dict[Path, list[Path]]()
     if source.is_dir():
         inside = source.resolve()
         rows = tuple(row for row in rows if all(path.resolve().is_relative_to(inside) for path in row.files))
         if not rows:
             raise ConfigError(f"all slides in {source} are links to other folders; name those")
-    beside = _masks_beside(rows) if source.is_dir() and not any(row.masks for row in rows) else {}
+        if not any(row.masks for row in rows):
+            found = masks_beside(source).items()
+            beside = {
+                slide: [path for path in paths if path.resolve().is_relative_to(inside)] for slide, paths in found
+            }
     return [
         Item(row, labels=tuple((path,) for path in beside.get(row.slide, ())) or ((row.masks,) if row.masks else ()))
         for row in rows
     ]
-
-
-def _masks_beside(rows: Sequence[Row]) -> dict[Path, list[Path]]:
-    """Find the files of a folder that are called as masks of others: `NAME_mask.tif` beside `NAME.svs`, or `mask.tif`
-    beside the only slide; by the slide that each is of.
-    """
-    called = {row.slide: _MASK_NAME.fullmatch(row.name) for row in rows}
-    slides = {row.name: row.slide for row in rows if not called[row.slide]}
-    found: dict[Path, list[Path]] = {}
-    for path, match in called.items():
-        only = next(iter(slides.values())) if len(slides) == 1 else None
-        of = None if match is None else slides.get(match["of"]) if match["of"] else only
-        if of is not None:
-            found.setdefault(of, []).append(path)
-    return found
 
 
 def _of_run(folder: Path, name: str) -> list[Item]:

@@ -8,12 +8,14 @@ import threading
 from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from gigagrad.errors import ConfigError, GigagradError
-from gigagrad.view.catalog import find
-from gigagrad.view.serving import networks, ready
+from gigagrad.view.serving import Viewed, catalog_of, networks, ready
 from gigagrad.view.slides import Slides
+
+if TYPE_CHECKING:
+    from gigagrad.execution import Engine
 
 _MOST: Final = 8
 """Frames of a process that are served; of more, the first are closed."""
@@ -21,7 +23,7 @@ _served: deque[Frame] = deque()
 
 
 class Frame:
-    """A view of slides in the cell of a notebook.
+    """A view of slides in the cell of a notebook: of files and folders, or of images that are open.
 
     Where no server can be started (the extra `view` or the built page is missing) or reached (the notebook's process
     has ended, or runs on another machine), the cell shows a picture of the first slide, and `why` says what is missing.
@@ -29,17 +31,16 @@ class Frame:
 
     def __init__(
         self,
-        *sources: str | Path,
+        *sources: Viewed,
         masks: Sequence[str | Path] = (),
         predictions: str | Path | None = None,
-        model: str | Path | None = None,
+        model: str | Path | Engine | None = None,
         classes: Sequence[str] = (),
         height_px: int = 600,
         **settings: Any,
     ) -> None:
         """Take what `view` takes, and the height of the frame. Raises `ConfigError` and `ModelError` as it does."""
-        named = None if predictions is None else Path(predictions)
-        self._catalog = find([*map(Path, sources)], [*map(Path, masks)], named, classes)
+        self._catalog = catalog_of(sources, masks, predictions, classes)
         self.address, self.why, self._height_px = "", "", height_px
         live = networks(self._catalog, model, {"classes": classes, **settings}, lambda line: None)
         with contextlib.ExitStack() as stack:
@@ -68,7 +69,7 @@ class Frame:
         why = f"<p>{html.escape(self.why)}</p>" if self.why else ""
         picture = ""
         for item in self._catalog.items[:1]:
-            with contextlib.suppress(GigagradError, OSError), item.row.open() as slide:
+            with contextlib.suppress(GigagradError, OSError), item.open() as slide:
                 picture = slide._repr_html_()
         if not self.address:
             return picture + why

@@ -100,7 +100,7 @@ class Layer:
             return None
         pixels = self.pyramid.read(level, box)
         if self.kind == "probabilities":
-            return png(as_levels(pixels[min(style.channel, len(pixels) - 1)]), _map_of_probabilities())
+            return png(as_levels(pixels[min(style.channel, len(pixels) - 1)]), colours_of_shares())
         ids = as_bytes(pixels[0])
         if style.form == "outline":
             ids = _outlined(ids, margin)
@@ -165,8 +165,8 @@ def palette(classes: Sequence[MaskClass], hidden: frozenset[int]) -> Picture:
 
 
 @cache
-def _map_of_probabilities() -> Picture:
-    """Return red, green, blue and opacity for each of 256 levels."""
+def colours_of_shares() -> Picture:
+    """Return red, green, blue and opacity for each of 256 levels of probability."""
     at = np.linspace(0, len(_VIRIDIS) - 1, 256)
     colours = [np.interp(at, np.arange(len(_VIRIDIS)), channel) for channel in np.transpose(_VIRIDIS)]
     opacity = np.clip(np.linspace(0, 255 / _SEEN_FROM, 256), 0, 255)
@@ -193,14 +193,14 @@ def _outlined(ids: Picture, margin: int) -> Picture:
     return np.where(border, inner, np.uint8(0))
 
 
-def png(levels: Picture, colours: Picture) -> bytes:
+def png(levels: Picture, colours: Picture, compress_level: int = 1) -> bytes:
     """Encode `(h, w)` levels with a palette of 256 colours, the opacity of each beside it."""
     from PIL import Image as Pillow
 
     picture = Pillow.fromarray(np.ascontiguousarray(levels))
     picture.putpalette(colours[:, :3].tobytes())
     file = io.BytesIO()
-    picture.save(file, "PNG", transparency=colours[:, 3].tobytes(), compress_level=1)
+    picture.save(file, "PNG", transparency=colours[:, 3].tobytes(), compress_level=compress_level)
     return file.getvalue()
 
 

@@ -7,9 +7,9 @@ in the last digits otherwise; the page says so.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
@@ -22,11 +22,14 @@ from gigagrad.cohorts import Row
 from gigagrad.config.predict import PredictConfig
 from gigagrad.errors import ConfigError, ModelError
 from gigagrad.events import Events, SlideBegun
-from gigagrad.images import Image
+from gigagrad.execution import Engine
+from gigagrad.execution.predicted_image import PredictedImage
+from gigagrad.images import Image, InputView
 from gigagrad.images.image import View
 from gigagrad.images.pixels import Array
+from gigagrad.masks import ClassTable
 from gigagrad.models.networks import check_intensities
-from gigagrad.prediction.classes import Channels, image_shape
+from gigagrad.prediction.classes import Channels
 from gigagrad.prediction.outputs import probability_bytes
 from gigagrad.prediction.predict import Predictor
 from gigagrad.view.layers import Layer
@@ -49,31 +52,49 @@ class Live:
 
     def __init__(
         self,
-        model: str | Path,
+        model: str | Path | Engine,
         *,
         memory: str | None = None,
-        device: str = "cpu",
+        device: str | None = None,
         classes: Sequence[str] = (),
         trust: Sequence[str] = (),
         name: str = "",
     ) -> None:
-        """`name` is what it is called where several networks predict; the rest is as for `predict`."""
-        config = PredictConfig(
-            run=model,
-            slides=("in view",),
-            out=Path(),
-            memory=memory,
-            device=device,
-            classes=tuple(classes),
-            trust=tuple(trust),
-        )
+        """Load a network, or take an engine's. `name` is what it is called where several networks predict; the rest is
+        as for `predict`, and no engine takes it."""
         self.name = name
         self.work = Work()
         """The slide and the tiles that it computes now."""
-        self._config, self._predictor = config, Predictor(config, Events((self.work,)))
-        if self._predictor.bags is not None:
-            raise ConfigError(f"{model} reads patches and scores slides; a page can show what predicts an image only")
+        self._typed = bool(classes)
+        if isinstance(model, Engine):
+            if memory is not None or device is not None or trust:
+                raise ConfigError("an engine has its memory, device and model already; leave memory, device, trust out")
+            self._engine, self._look, self._loss = model, InputView(), ""
+            self._table = ClassTable.parse(classes) if classes else None
+            self._level, self._threshold = 0, PredictConfig.threshold
+        else:
+            config = PredictConfig(
+                run=model,
+                slides=("in view",),
+                out=Path(),
+                memory=memory,
+                device=device or PredictConfig.device,
+                classes=tuple(classes),
+                trust=tuple(trust),
+            )
+            predictor = Predictor(config, Events())
+            if predictor.bags is not None:
+                raise ConfigError(f"{model} reads patches and scores slides; a page can show what predicts an image")
+            self._engine, self._look, self._loss = predictor.engine, predictor.look, predictor.loss
+            self._table = predictor.table
+            self._level, self._threshold = config.resolved_level, config.threshold
         self._thread = ThreadPoolExecutor(1, "gigagrad-network")
+
+    @contextmanager
+    def working_on(self, slide: SlideBegun) -> Iterator[None]:
+        """Say in the block what the engine computes of a slide."""
+        with self.work.on(slide), self._engine.events.listening(self.work):
+            yield
 
     def call(self, work: Callable[[], Result]) -> Result:
         """Do work in the network's thread."""
@@ -83,36 +104,40 @@ class Live:
         """Make the layers of an open slide, and say where the tiles of the plan lie, in pixels of level 0; what they
         hold is closed with `held`. Raises as `predict` of the slide.
         """
-        predictor = self._predictor
-        level = self._config.resolved_level
-        own = held.enter_context(slide.at_level(level)) if level else slide
-        seen = predictor.look.of(own)
-        check_intensities(predictor.model, seen)
-        shape = self.call(lambda: image_shape(predictor.engine, seen))
-        if shape is None or shape[-2:] != own.shape[1:]:
+        engine = self._engine
+        own = held.enter_context(slide.at_level(self._level)) if self._level else slide
+        seen = self._look.of(own)
+        check_intensities(engine.model, seen)
+        logits, exact = self.call(lambda: self._prediction(seen))
+        held.callback(self.call, logits.close)
+        plan = logits.plan
+        if logits.shape[1:] != own.shape[1:]:
             raise ModelError(
                 f"the model's output over {slide.name} is no image of its size; a page shows what predicts pixels"
             )
-        channels = Channels.of(shape[1], predictor.loss)
-        named = channels.classes(predictor.table, typed=bool(self._config.classes))
-        whole = self.call(lambda: predictor.engine.plan(seen))
-        seconds = sum(segment.forward_seconds for segment in whole.segments[:-1])
-        logits = self.call(lambda: predictor.engine.at(seen, at_once=seconds > _MOST_BEFORE_SECONDS))
-        plan = logits.plan
-        held.callback(self.call, logits.close)
+        channels = Channels.of(logits.channels, self._loss)
+        named = channels.classes(self._table, typed=self._typed)
         computed = _Computed(logits, self, row.begun(own))
         # What comes before the first tile, while nobody waits for it.
         self._thread.submit(computed.read_here, Box.whole(1, 1))
         classes = tuple(kind for kind in named if kind.id)
-        ids = ImagePyramid(_Ids(computed, channels, self._config.threshold), ids=True, coarsest=_COARSEST)
+        ids = ImagePyramid(_Ids(computed, channels, self._threshold), ids=True, coarsest=_COARSEST)
         shares = ImagePyramid(_Probabilities(computed, channels), coarsest=_COARSEST)
         layers = (
             Layer("Prediction now", "classes", ids, classes, live=True, of=self.name),
             Layer("Probabilities now", "probabilities", shares, named, live=True, of=self.name),
         )
-        full, exact = slide.levels[0].shape, seconds <= _MOST_BEFORE_SECONDS
+        full = slide.levels[0].shape
         segments = [on_slide(each.tile, each.shape, each.crop, each.read_shape, full) for each in plan.segments]
         return layers, {"of": self.name, "shape": own.shape[1:], "segments": segments, "exact": exact}
+
+    def _prediction(self, seen: Image) -> tuple[PredictedImage, bool]:
+        """Open the prediction of an image, and say whether its bits are those of a whole one."""
+        logits = self._engine.at(seen)
+        if sum(segment.forward_seconds for segment in logits.plan.segments[:-1]) <= _MOST_BEFORE_SECONDS:
+            return logits, True
+        logits.close()
+        return self._engine.at(seen, at_once=True), False
 
 
 class _Computed(View):
@@ -127,7 +152,7 @@ class _Computed(View):
 
     def read_here(self, box: Box) -> Array:
         """Read in the network's thread, and say so meanwhile."""
-        with self._live.work.on(self._slide):
+        with self._live.working_on(self._slide):
             return np.asarray(self._image.read(box))
 
 

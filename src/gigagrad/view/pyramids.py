@@ -46,6 +46,10 @@ class Pyramid(ABC):
     def read(self, level: int, box: Box) -> Array:
         """Read the pixels of a box of a level, `(C, box.height, box.width)`; thread-safe."""
 
+    def level_of(self, side: int) -> int:
+        """Return the smallest level that is `side` pixels high or wide at least, the first where none is."""
+        return max(index for index, shape in enumerate(self.shapes) if not index or max(shape) >= side)
+
     def tile(self, level: int, column: int, row: int, margin: int = 0) -> Box | None:
         """Return the box of a tile with so many pixels around it, None for a tile that there is not."""
         if not (0 <= level < len(self.shapes) and column >= 0 and row >= 0):

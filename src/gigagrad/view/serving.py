@@ -11,30 +11,39 @@ import threading
 import webbrowser
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from gigagrad.errors import ConfigError, GigagradError, extra
+from gigagrad.images import Image, open_image
+from gigagrad.images.pixels import Array
 from gigagrad.view.catalog import Catalog, find
 from gigagrad.view.page import read_page
 from gigagrad.view.slides import Slides
 
 if TYPE_CHECKING:
+    import torch
+
+    from gigagrad.execution import Engine
     from gigagrad.view.live import Live
 
 _MOST_CLIENTS: Final = 256
 _LOOPBACK: Final = ("127.0.0.1", "::1", "localhost")
 
 
+Viewed: TypeAlias = "str | Path | Image | Array | torch.Tensor"
+"""Files and folders, images that are open, and arrays `(C, H, W)` of pixels."""
+
+
 def view(
-    sources: Sequence[str | Path],
+    sources: Sequence[Viewed],
     *,
     masks: Sequence[str | Path] = (),
     predictions: str | Path | None = None,
-    model: str | Path | None = None,
+    model: str | Path | Engine | None = None,
     classes: Sequence[str] = (),
     trust: Sequence[str] = (),
     memory: str | None = None,
-    device: str = "cpu",
+    device: str | None = None,
     host: str = "127.0.0.1",
     port: int = 0,
     browser: bool = True,
@@ -45,9 +54,11 @@ def view(
     Args:
         sources: slides, folders of them, cohort files, and folders that `fit` or `predict` wrote; of several runs, the
             networks predict what is in view, side by side. Of a folder that is none of these, what is one below it.
+            Also images that are open, and arrays `(C, H, W)`.
         masks: what is true of the slide; of several slides folders with a file for each.
         predictions: a folder that `predict` wrote, or a file of the one slide.
-        model: a run or a saved model that predicts what is in view; `memory`, `device`, `trust` as for `predict`.
+        model: a run or a saved model that predicts what is in view; `memory`, `device`, `trust` as for `predict`. Or an
+            engine of `gigagrad.compile`, which has these: its model predicts with the weights that it has then.
         classes: names of classes, as `ClassTable.parse` takes them.
         host: where it listens; others than this machine can only ask an address that is not loopback.
         port: 0 takes any that is free.
@@ -56,9 +67,7 @@ def view(
 
     Raises `ConfigError` for what can't be shown or served, and where the page is not built.
     """
-    catalog = find(
-        [*map(Path, sources)], [*map(Path, masks)], None if predictions is None else Path(predictions), classes
-    )
+    catalog = catalog_of(sources, masks, predictions, classes)
     settings: dict[str, Any] = {"memory": memory, "device": device, "classes": classes, "trust": trust}
     slides = Slides(catalog.items, networks(catalog, model, settings, tell))
     with ready(catalog, slides, host, port) as (run, _, address):
@@ -72,6 +81,14 @@ def view(
         if browser:
             threading.Thread(target=webbrowser.open, args=(address,), daemon=True).start()
         run()
+
+
+def catalog_of(
+    sources: Sequence[Viewed], masks: Sequence[str | Path], predictions: str | Path | None, classes: Sequence[str]
+) -> Catalog:
+    """Find what `view` takes. Raises `ConfigError`, and `ImageError` for an array that is no image."""
+    opened = [Path(each) if isinstance(each, str | Path) else open_image(each) for each in sources]
+    return find(opened, [*map(Path, masks)], None if predictions is None else Path(predictions), classes)
 
 
 @contextlib.contextmanager
@@ -130,13 +147,14 @@ def _read_ahead(slides: Slides) -> None:
 
 
 def networks(
-    catalog: Catalog, model: str | Path | None, settings: Mapping[str, Any], tell: Callable[[str], None]
+    catalog: Catalog, model: str | Path | Engine | None, settings: Mapping[str, Any], tell: Callable[[str], None]
 ) -> list[Live]:
     """Load the networks that predict what is in view: `model`, else those of several runs that were named, and tell of
     a run that has none. Raises `ConfigError` and `ModelError` where `model` can't be used. PyTorch is imported for
     these alone: it takes seconds."""
     several = any(each.of for item in catalog.items for each in item.predictions)
-    named = [(model, str(model) if several else "")] if model is not None else []
+    called = str(model) if isinstance(model, str | Path) else "the engine"
+    named: list[tuple[str | Path | Engine, str]] = [(model, called if several else "")] if model is not None else []
     runs = [run for run in catalog.runs if run.named]
     if model is None and len(runs) > 1:
         named = [(run.folder, run.name) for run in runs]

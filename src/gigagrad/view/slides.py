@@ -31,6 +31,8 @@ from gigagrad.view.plans import read_plan
 from gigagrad.view.pyramids import TILE, ImagePyramid, MadePyramid, OutlinePyramid, Pyramid, errors
 
 if TYPE_CHECKING:
+    from PIL import Image as Pillow
+
     from gigagrad.view.live import Live
 
 MOST_OPEN: Final = 4
@@ -56,7 +58,7 @@ class Opened:
         self._patches: dict[int, Patches] = {}
         self._live, self._lock, self._files = live, threading.Lock(), ExitStack()
         try:
-            self.slide = self._files.enter_context(item.row.open())
+            self.slide = self._files.enter_context(item.open())
             self.pyramid = ImagePyramid(self.slide)
             self._files.callback(self.pyramid.close)
             self.shades = _shades(self.slide)
@@ -267,13 +269,17 @@ class Opened:
 
     def thumbnail(self) -> bytes:
         """Draw all of the slide, a few hundred pixels large."""
+        return jpeg(np.asarray(self.overview(_THUMBNAIL_PX)))
+
+    def overview(self, side: int) -> Pillow.Image:
+        """Return a picture of all of the slide, at most so many pixels high and wide."""
         from PIL import Image as Pillow
 
-        level = len(self.pyramid.shapes) - 1
+        level = self.pyramid.level_of(side)
         pixels = self.shades.of(self.pyramid.read(level, Box.whole(*self.pyramid.shapes[level])))
         picture = Pillow.fromarray(np.ascontiguousarray(pixels))
-        picture.thumbnail((_THUMBNAIL_PX, _THUMBNAIL_PX))
-        return jpeg(np.asarray(picture))
+        picture.thumbnail((side, side), Pillow.Resampling.LANCZOS)
+        return picture
 
     def values(self, y: int, x: int, *, live: bool = False) -> dict[str, Any] | None:
         """Return what is stored at a pixel of the slide and what its layers have there, with what is predicted now if
@@ -411,7 +417,7 @@ def _known(named: Any) -> tuple[MaskClass, ...]:
 
 def _coarse(pyramid: Pyramid) -> Array:
     """Read a level of a mask that is small, but shows its classes."""
-    level = max(index for index, shape in enumerate(pyramid.shapes) if not index or max(shape) >= _LOOKED_AT_PX)
+    level = pyramid.level_of(_LOOKED_AT_PX)
     height, width = (min(side, 4 * _LOOKED_AT_PX) for side in pyramid.shapes[level])
     return pyramid.read(level, Box.whole(height, width))
 
