@@ -9,6 +9,7 @@ import io
 import json
 import math
 import re
+from itertools import chain
 
 import numpy as np
 import pytest
@@ -175,7 +176,7 @@ def test_a_slide_that_is_there_comes_with_its_label_the_prediction_and_the_error
     info = slide["info"]
     assert (info["name"], info["height"], info["width"], info["mpp"]) == ("small", 700, 900, 0.5)
     assert [layer["name"] for layer in info["layers"]] == ["Label", "Prediction", "Probabilities", "Errors"]
-    label, prediction, shares, errors = (np.asarray(unpacked(uri)[1]) for uri in slide["layers"])
+    label, prediction, shares, errors = (np.asarray(unpacked(uri)[1]) for (uri,) in slide["layers"])
     assert [layer["levels"] for layer in info["layers"]] == [
         [pixels.shape] for pixels in (label, prediction, shares, errors)
     ]
@@ -211,10 +212,41 @@ def test_all_pictures_together_are_bounded(run, tmp_path, monkeypatch):
         monkeypatch.setattr(pictures, "_BYTES", most)
         slides = gather(run, folder)["slides"]
         assert [len(slide["layers"]) for slide in slides] == [1, 1]
-        sizes.append(sum(len(uri) for slide in slides for uri in (slide["picture"], *slide["layers"])))
+        sizes.append(sum(len(uri) for slide in slides for uri in (slide["picture"], *chain(*slide["layers"]))))
         assert sizes[-1] < 4 / 3 * most + 1000
     assert sizes[1] < sizes[0]
     assert 100 < slides[0]["info"]["levels"][0][1] < 400, "no smaller than it must be"
+
+
+@pytest.mark.parametrize(("most", "side"), [(3_000_000, 256), (100_000, 64)])
+def test_probabilities_of_several_classes_are_pictures_of_the_likeliest(run, tmp_path, monkeypatch, most, side):
+    monkeypatch.setattr(pictures, "_BYTES", most)
+    folder = tmp_path / "classes"
+    for name in ("masks", "probabilities"):
+        (folder / name).mkdir(parents=True)
+    slide = tmp_path / "a.tif"
+    write_pyramid(slide, [np.full((256, 192, 3), 200, np.uint8)], shape=(256, 192, 3), dtype=np.uint8, nearest=False)
+    shares = np.random.default_rng(0).integers(0, 100, (256, 192, 14), np.uint8)
+    shares[..., 3] //= 4
+    shares[..., 8] //= 4
+    shares[64:, :96, 5] = 255
+    ids = np.full((256, 192, 1), 1, np.uint8)
+    files = {"mask": "masks/a.tif", "probabilities": "probabilities/a.tif"}
+    for pixels, file in ((ids, files["mask"]), (shares, files["probabilities"])):
+        write_pyramid(folder / file, [pixels], shape=pixels.shape, dtype=np.uint8, nearest=True)
+    made_with = dataclasses.replace(MADE_WITH, classes=tuple(f"c{number}" for number in range(1, 14)))
+    size = slide.stat().st_size
+    write_records(folder, done("a", slide=str(slide), slide_bytes=size, files=files, made_with=made_with))
+    (found,) = gather(run, folder)["slides"]
+    (_, layer), (_, uris) = found["info"]["layers"], found["layers"]
+    names = ["Background", *(f"c{number}" for number in range(1, 14) if number not in (3, 8))]
+    assert [kind["name"] for kind in layer["classes"]] == names
+    assert len(uris) == len(names) == 12
+    drawn = unpacked(uris[names.index("c5")])[1]
+    assert (drawn.height, [drawn.size[::-1]]) == (side, layer["levels"])
+    levels = np.asarray(drawn)
+    assert (levels[side // 4 :, : drawn.width // 2] == 255).all()
+    assert levels[: side // 4].max() < 100
 
 
 def test_long_curves_are_drawn_by_means(run):

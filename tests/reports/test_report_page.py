@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import base64
+import dataclasses
 import json
 from collections.abc import Iterator
 
 import pytest
+from torch import nn
 
+from gigagrad.config.predict import PredictConfig
 from gigagrad.errors import ConfigError
+from gigagrad.models import Normalise, save_model
+from gigagrad.prediction import predict
 from gigagrad.reports.report import write_report
 from gigagrad.view.page import read_page
 from tests.view.browser import PROGRAM, Browser
@@ -23,6 +28,13 @@ pytestmark = [
     pytest.mark.skipif(not BUILT, reason="the page is not built; make page"),
     pytest.mark.skipif(PROGRAM is None, reason="needs Chromium"),
 ]
+
+
+class FourClasses(nn.Sequential):
+    def __init__(self):
+        super().__init__(Normalise(), nn.Conv2d(3, 4, 1))
+
+
 EVIL = "</script><img src=x onerror=alert(1)>"
 LAYERS = "document.querySelectorAll('.picture .stack img:nth-child(n+2):not([hidden])')"
 
@@ -54,6 +66,31 @@ def browser(report) -> Iterator[Browser]:
         yield opened
         assert not opened.problems
         assert {answer["url"].partition(":")[0] for answer in opened.answers} <= {"file", "data"}
+
+
+def test_the_class_of_probabilities_is_chosen_for_all_slides_and_close_up(jpeg_slide, tmp_path):
+    save_model(tmp_path / "best.pt", "tests.reports.test_report_page:FourClasses", FourClasses())
+    out = tmp_path / "predicted"
+    trust = ("tests.reports.test_report_page:FourClasses",)
+    config = PredictConfig(run=tmp_path / "best.pt", slides=(jpeg_slide,), out=out, trust=trust)
+    predict(dataclasses.replace(config, outputs=("probabilities",), classes=("one", "two", "three")))
+    (tmp_path / "run").mkdir()
+    path = write_report(tmp_path / "run", tmp_path / "report.html", predictions_dir=out)
+    drawn = f"[...{LAYERS}].map((each) => each.src)"
+    with Browser(1280, 900) as browser:
+        browser.open(path.as_uri())
+        browser.wait(f"{LAYERS}.length === 1")
+        browser.evaluate("document.querySelectorAll('#report fieldset input')[1].click()")
+        select = "document.querySelector('#report fieldset select')"
+        assert browser.evaluate(f"[{select}.value, ...{select}.options].map((each) => each.value ?? each)") == [
+            *("one", "Background", "one", "two", "three"),
+        ]
+        first = browser.evaluate(drawn)[1]
+        browser.evaluate(f"{select}.value = 'three'; {select}.dispatchEvent(new Event('change'))")
+        assert browser.evaluate(drawn)[1] != first
+        browser.evaluate("document.querySelector('.picture a').click()")
+        browser.wait("document.getElementById('channel-1')?.options.length === 4")
+        assert not browser.problems
 
 
 def texts(browser, found):

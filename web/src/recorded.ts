@@ -14,13 +14,14 @@ export interface Table {
   numeric: boolean[];
 }
 
-// Pixels of a slide and of its layers, as addresses that hold them: colours, or class ids in grey.
+// Pixels of a slide and of its layers, as addresses that hold them: colours, or class ids in grey. Probabilities are a
+// picture for each class, all else is one.
 export interface Pictured {
   info: api.SlideInfo;
   caption: string;
   alt: string;
   picture: string;
-  layers: string[];
+  layers: string[][];
 }
 
 // What `gigagrad report` writes into the page.
@@ -69,7 +70,7 @@ export async function answerOf(address: string): Promise<unknown> {
 
 // Decode the class ids of a slide's layers, so that they can be drawn at once.
 export async function decoded(slide: Pictured): Promise<void> {
-  for (const [index, picture] of slide.layers.entries()) {
+  for (const [index, [picture = ""]] of slide.layers.entries()) {
     if (slide.info.layers[index]!.kind !== "probabilities" && !held.has(picture)) {
       const image = new Image();
       image.src = picture;
@@ -89,12 +90,12 @@ export async function decoded(slide: Pictured): Promise<void> {
 
 // The address of a slide's picture (layer 0) or of a layer as its style says.
 export function picture(slide: Pictured, layer: number, style: string): string {
-  const known = layer ? slide.layers[layer - 1]! : slide.picture;
+  const query = new URLSearchParams(style);
+  const known = layer ? slide.layers[layer - 1]![Number(query.get("channel"))]! : slide.picture;
   const found = layer ? held.get(known) : undefined;
   if (!found) {
     return known;
   }
-  const query = new URLSearchParams(style);
   const hidden = new Set((query.get("hide") ?? "").split(",").map(Number));
   const colours = new Uint32Array(256);
   for (const { id, color: [red, green, blue] } of slide.info.layers[layer - 1]!.classes) {

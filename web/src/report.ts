@@ -199,6 +199,7 @@ class Charts {
 // Slides with their layers over them, which are switched for all of them at once.
 function pictures(slides: Pictured[]): HTMLElement[] {
   const drawn = slides.map((slide, index) => new Picture(slide, index));
+  const shares = new Map<string, string>(); // layers of several classes' probabilities, with the class to begin with
   const named = new Map<string, { box: HTMLInputElement; colours: Map<string, string>; outlined: boolean }>();
   for (const { slide, states } of drawn) {
     for (const [index, layer] of slide.info.layers.entries()) {
@@ -207,8 +208,22 @@ function pictures(slides: Pictured[]): HTMLElement[] {
       const known = named.get(layer.name) ?? { box, colours: new Map<string, string>(), outlined: form === "outline" };
       named.set(layer.name, known);
       layer.classes.forEach((kind) => known.colours.set(kind.name, colour(kind.color)));
+      if (layer.kind === "probabilities" && layer.classes.length > 1) {
+        shares.set(layer.name, layer.classes[states[index]!.channel]!.name);
+      }
     }
   }
+  // The class whose probabilities are drawn, of all slides.
+  const choice = (name: string, kinds: string[]) => {
+    const select = make(
+      "select",
+      { "aria-label": `${name} of`, change: () => drawn.forEach((each) => each.choose(name, select.value)) },
+      ...kinds.map((kind) => make("option", { value: kind }, kind)),
+    );
+    select.value = shares.get(name)!;
+    select.dispatchEvent(new Event("change"));
+    return select;
+  };
   const change = (name: string) => {
     const { checked } = named.get(name)!.box;
     const room = named.get("Prediction")?.box; // colours of errors mean something else than those of classes
@@ -223,7 +238,8 @@ function pictures(slides: Pictured[]): HTMLElement[] {
       Object.assign(swatch.style, outlined ? { border: `3px solid ${found}` } : { background: found });
       return make("span", { class: "kind" }, swatch, kind);
     });
-    return make("div", {}, make("label", {}, box, name), ...swatches);
+    const kinds = [...colours.keys()];
+    return make("div", {}, make("label", {}, box, name), ...(shares.has(name) ? [choice(name, kinds)] : swatches));
   });
   const legend = rows.length ? [make("fieldset", { class: "box" }, make("legend", {}, "Over the slides"), ...rows)] : [];
   return [...legend, make("div", { class: "pictures" }, ...drawn.map((each) => each.element))];
@@ -259,10 +275,21 @@ class Picture {
     });
   }
 
+  // Show the probabilities of a class; nothing where a network does not know it.
+  choose(name: string, kind: string): void {
+    this.slide.info.layers.forEach((layer, index) => {
+      if (layer.name === name) {
+        this.states[index]!.channel = layer.classes.findIndex((each) => each.name === kind);
+        this.over[index]!.removeAttribute("src");
+        this.draw(index);
+      }
+    });
+  }
+
   private draw(index: number): void {
     const [image, state] = [this.over[index]!, this.states[index]!];
-    image.hidden = !state.on;
-    if (state.on && !image.src) {
+    image.hidden = !state.on || state.channel < 0;
+    if (!image.hidden && !image.src) {
       image.src = picture(this.slide, index + 1, styleOf(this.slide.info.layers[index]!, state));
     }
   }

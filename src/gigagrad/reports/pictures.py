@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from gigagrad.boxes import Box
 from gigagrad.cohorts import Row
@@ -26,8 +27,8 @@ from gigagrad.files import size_of
 from gigagrad.masks.classes import as_bytes
 from gigagrad.units import format_seconds
 from gigagrad.view.catalog import Item, find
-from gigagrad.view.layers import Layer, Style
-from gigagrad.view.pyramids import nearest
+from gigagrad.view.layers import Layer, as_levels, colours_of_shares, png
+from gigagrad.view.pyramids import TILE, nearest
 from gigagrad.view.slides import Opened
 
 MOST: Final = 24
@@ -37,6 +38,8 @@ _BYTES: Final = 3_000_000
 _SIDE_PX: Final = 2048
 _LAYER_PX: Final = 1024
 _LEAST_PX: Final = 64
+_MOST_CLASSES: Final = 12
+"""Classes of which a slide's probabilities are drawn."""
 _QUALITY: Final = 75
 
 
@@ -119,54 +122,68 @@ def _drawn(item: Item, room: int, caption: str, alt: str) -> dict[str, Any] | No
     try:
         with closing(Opened(item)) as opened:
             info = opened.describe()
-            kept = [(told, layer) for told, layer in zip(info["layers"], opened.layers, strict=True) if _alone(layer)]
-            layers = [(told, *_layer(layer)) for told, layer in kept]
-            data, shape = _overview(opened, room - sum(len(data) for _, data, _ in layers))
+            layers = [_layer(layer, room) for layer in opened.layers]
+            taken = sum(len(data) for pictures, _, _ in layers for data in pictures)
+            data, shape = _overview(opened, room - taken)
     except (GigagradError, OSError, ValueError, RuntimeError):
         return None
     info |= {"tile": _SIDE_PX, "levels": [shape], "patches": []}
-    info["layers"] = [told | {"levels": [shape]} for told, _, shape in layers]
-    uris = [_uri("png", data) for _, data, _ in layers]
+    for told, (_, classes, size) in zip(info["layers"], layers, strict=True):
+        told |= {"levels": [size], "classes": [told["classes"][number] for number in classes]}
+    uris = [[_uri("png", data) for data in pictures] for pictures, _, _ in layers]
     return {"info": info, "picture": _uri("jpeg", data), "layers": uris, "caption": caption, "alt": alt}
 
 
-def _alone(layer: Layer) -> bool:
-    """Say whether one picture holds all of a layer: probabilities of several classes are several."""
-    return layer.kind != "probabilities" or len(layer.classes) < 2
-
-
-def _layer(layer: Layer) -> tuple[bytes, tuple[int, int]]:
-    """Draw a layer as a PNG, and say how large: class ids in grey, probabilities in colours."""
+def _layer(layer: Layer, room: int) -> tuple[list[bytes], list[int], tuple[int, int]]:
+    """Draw a layer as PNGs, and say of which of its classes and how large: class ids in one picture, in grey;
+    probabilities in colours, a picture for each class."""
+    classes = list(range(len(layer.classes)))
     if layer.kind == "probabilities":
-        last = len(layer.pyramid.shapes) - 1  # which one tile holds
-        picture = layer.picture(last, 0, 0, Style())
-        assert picture is not None
-        return picture, layer.pyramid.shapes[last]
+        return _shares(layer, room)
+    shape = _within(layer, _LAYER_PX)
+    ids = as_bytes(nearest(layer.pyramid, shape, Box.whole(*shape))[0])
+    return [_png(ids)], classes, shape
+
+
+def _shares(layer: Layer, room: int) -> tuple[list[bytes], list[int], tuple[int, int]]:
+    """Draw probabilities, of the classes that there is most of, as large as half of the room allows."""
+    side = TILE
+    while True:
+        shape = _within(layer, side)
+        levels = as_levels(nearest(layer.pyramid, shape, Box.whole(*shape)))
+        most = sorted(np.argsort(-levels.mean(axis=(1, 2)), kind="stable")[:_MOST_CLASSES].tolist())
+        pictures = [png(levels[number], colours_of_shares(), 9) for number in most]
+        if sum(map(len, pictures)) <= room // 2 or side <= _LEAST_PX:
+            return pictures, most[: len(layer.classes)], shape
+        side //= 2
+
+
+def _within(layer: Layer, side: int) -> tuple[int, int]:
+    """Return height and width of a layer that is at most so large."""
+    height, width = layer.pyramid.shapes[0]
+    scale = min(1.0, side / max(height, width))
+    return max(1, round(height * scale)), max(1, round(width * scale))
+
+
+def _png(ids: NDArray[np.uint8]) -> bytes:
     import imagecodecs
 
-    height, width = layer.pyramid.shapes[0]
-    scale = min(1.0, _LAYER_PX / max(height, width))
-    shape = max(1, round(height * scale)), max(1, round(width * scale))
-    ids = as_bytes(nearest(layer.pyramid, shape, Box.whole(*shape))[0])
-    return bytes(imagecodecs.png_encode(np.ascontiguousarray(ids), level=9)), shape
+    return bytes(imagecodecs.png_encode(np.ascontiguousarray(ids), level=9))
 
 
 def _overview(opened: Opened, room: int) -> tuple[bytes, tuple[int, int]]:
     """Draw all of a slide as JPEG, as large as so many bytes allow, and say how large."""
     from PIL import Image as Pillow
 
-    shapes = opened.pyramid.shapes
-    level = max(index for index, shape in enumerate(shapes) if not index or max(shape) >= _SIDE_PX)
-    whole = opened.shades.of(opened.pyramid.read(level, Box.whole(*shapes[level])))
-    picture = Pillow.fromarray(np.ascontiguousarray(whole))
-    side = _SIDE_PX
+    picture = opened.overview(_SIDE_PX)
     while True:
-        picture.thumbnail((side, side), Pillow.Resampling.LANCZOS)
         file = io.BytesIO()
         picture.save(file, "JPEG", quality=_QUALITY, optimize=True)
-        if file.tell() <= room or side <= _LEAST_PX:
+        largest = max(picture.size)
+        if file.tell() <= room or largest <= _LEAST_PX:
             return file.getvalue(), (picture.height, picture.width)
-        side = max(_LEAST_PX, int(max(picture.size) * min(0.9, 0.97 * math.sqrt(max(1, room) / file.tell()))))
+        side = max(_LEAST_PX, int(largest * min(0.9, 0.97 * math.sqrt(max(1, room) / file.tell()))))
+        picture.thumbnail((side, side), Pillow.Resampling.LANCZOS)
 
 
 def _uri(kind: str, data: bytes) -> str:

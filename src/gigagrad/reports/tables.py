@@ -154,8 +154,7 @@ def _interval(measure: Mapping[str, Any]) -> str:
 
 
 def _number(value: Any) -> str:
-    usable = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-    return f"{value:.4f}" if usable else "-"
+    return f"{value:.4f}" if is_number(value) and math.isfinite(value) else "-"
 
 
 def folds_table(folds: Sequence[FoldResult]) -> Table:
