@@ -12,7 +12,7 @@ import pytest
 
 import gigagrad as gg
 from gigagrad.cli.flags import SETTINGS, build_parser
-from tests.pages import DOCS, ROOT, blocks, commands, prose, sentences
+from tests.pages import DOCS, ROOT, blocks, commands, launched, prose, sentences
 
 DOCUMENTS = [
     ROOT / "README.md",
@@ -36,7 +36,7 @@ ELSEWHERE = {
     "docs/how-to/napari.md": "tests/integrations/test_napari.py",
     "docs/operators.md": "tests/graphs/test_own_operator.py",
 }
-"""Pages whose code is run by other tests than those of `tests/journeys/test_tutorials.py`."""
+"""Pages whose code is run by other tests than those of `tests/journeys`."""
 PLACES = [ROOT, ROOT / "src" / "gigagrad", *(p for p in (ROOT / "src" / "gigagrad").rglob("*") if p.is_dir())]
 
 
@@ -88,6 +88,8 @@ def test_commands_are_known_and_python_is_python(path: Path) -> None:
             compile(block.text, name(path), "exec")
         for line in commands(block) if block.language in ("sh", "bash") else ():
             words = shlex.split(re.sub(r"\$\w+", "1", line), comments=True)
+            if "torchrun" in words:
+                launched(words[words.index("torchrun") + 1 :])
             if "gigagrad" in words and words[0] not in ("git", "cd", "pip"):
                 given = [word for word in words[words.index("gigagrad") + 1 :] if word != "..."]
                 args = vars(build_parser(given).parse_args(given))
@@ -98,11 +100,14 @@ def test_commands_are_known_and_python_is_python(path: Path) -> None:
                     resolve_name(SETTINGS[given[0]]).from_dict(some | settings)
 
 
-def test_each_block_of_code_is_run_or_says_that_it_is_not() -> None:
-    typed = (ROOT / "tests" / "journeys" / "test_tutorials.py").read_text(encoding="utf-8")
-    played = set(re.findall(r'"([\w/-]+\.md)"', typed))
-    run = {name(path) for path in PAGES if any(block.is_run for block in blocks(path.read_text(encoding="utf-8")))}
-    assert run == {f"docs/{page}" for page in played} | set(ELSEWHERE)
+def test_each_block_of_code_is_run_or_says_why_it_is_not() -> None:
+    typed = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "tests" / "journeys").glob("*.py"))
+    played = {name((DOCS / page).resolve()) for page in re.findall(r'"([\w./-]+\.md)"', typed)}
+    found = {path: list(blocks(path.read_text(encoding="utf-8"))) for path in PAGES}
+    assert not [(path, block) for path, read in found.items() for block in read if block.why == ""]
+    assert {name(path) for path, read in found.items() if any(block.is_run for block in read)} == played | set(
+        ELSEWHERE
+    )
     readme, start = (
         {line for block in blocks(path.read_text(encoding="utf-8")) if block.is_run for line in commands(block)}
         for path in (ROOT / "README.md", DOCS / "start" / "first-result.md")

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -106,7 +107,9 @@ def test_a_model_goes_through_the_hub(here, monkeypatch):
     monkeypatch.setattr(huggingface_hub, "HfApi", Hub)
     monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda name, revision: Hub.folders[name])
     run_and_slide()
+    shutil.copytree("runs/first/model", "theirs")  # as `hf download` brings it
     play("how-to/hugging-face.md")
+    assert Path("predictions/masks/slide.tif").is_file()
     assert Path("prediction.tif").is_file()
 
 

@@ -44,9 +44,16 @@ def rows(path: str) -> list[dict[str, str]]:
     return list(csv.DictReader(Path(path).read_text(encoding="utf-8").splitlines()))
 
 
-def test_segmentation_and_what_is_done_with_its_slides(capsys: pytest.CaptureFixture[str]) -> None:
+def test_segmentation_and_what_is_done_with_its_slides(
+    published: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     """One small cohort serves the pages that say what to do with slides, annotations and a run."""
-    play("tutorials/segmentation.md", [("--epochs 20", "--epochs 5"), SMALL])
+    larger = ("encoder_name=resnet34", "encoder_name=tu-test_resnet&encoder_depth=2&decoder_channels=8,4")
+    brief = [
+        ("--out runs/resnet", "--epochs 1 --out runs/resnet"),
+        ("--config run.yaml", "--config run.yaml --epochs 1"),
+    ]
+    play("tutorials/segmentation.md", [("--epochs 20", "--epochs 5"), SMALL, larger, *brief])
     assert yaml.safe_load(Path("run.yaml").read_text())["classes"] == {"Tissue": 1, "unlabelled": 0}
     assert rows("predictions/instances/synthetic-004.csv")[0].keys() >= {"class", "area_um2"}
     (feature, *_) = json.loads(Path("predictions/geojson/synthetic-004.geojson").read_text())["features"]
@@ -56,7 +63,9 @@ def test_segmentation_and_what_is_done_with_its_slides(capsys: pytest.CaptureFix
     capsys.readouterr()
     play("how-to/interrupted.md", [("--epochs 20", "--epochs 5")])
     assert "train" not in capsys.readouterr().out
-    play("tutorials/several-machines.md", [("4000x4000", "400x400")])
+    ranks = [("node 4", "node 2"), ("node 8", "node 2")]
+    fewer = [("--memory 2GiB", "--epochs 1 --memory 16GiB"), ("--accumulate 8 --mesh 2x4", "--accumulate 2 --mesh 2x1")]
+    play("tutorials/several-machines.md", [("4000x4000", "400x400"), *ranks, *fewer])
     shares = [path.stem for path in sorted(Path("predictions/records").iterdir())]
     assert shares == [f"synthetic-{number:03d}" for number in range(5)]
     play("how-to/tissue.md")
@@ -68,8 +77,13 @@ def test_segmentation_and_what_is_done_with_its_slides(capsys: pytest.CaptureFix
     assert Path("small/masks/synthetic-004.tif").is_file()
 
 
-def test_a_classifier_of_slides() -> None:
-    play("tutorials/slide-classifier.md", [*NOISE, FEWER])
+def test_a_classifier_of_slides(published: list[str]) -> None:
+    larger = [
+        ("timm:resnet18?", "timm:test_resnet?"),
+        ("--loss ce --memory 2GiB", "--loss ce --epochs 1 --memory 2GiB"),
+    ]
+    play("tutorials/slide-classifier.md", [*NOISE, FEWER, *larger])
+    assert len(published) == 1
     scored = rows("scores/slides.csv")
     assert [row["name"] for row in scored] == ["s10", "s11"]
     for row in scored:
@@ -86,16 +100,14 @@ def test_a_classifier_of_slides() -> None:
 
 
 def test_all_patches_of_a_slide(capsys: pytest.CaptureFixture[str]) -> None:
-    play("tutorials/bags.md", [*NOISE, FEWER, ("--patches 2000", "--patches 200")])
+    small = "patch_nets:Encoder&features=16"
+    larger = [("timm:resnet18&encoder.pretrained=true", small), ("--patch-size 224", "--patch-size 64 --epochs 1")]
+    play("tutorials/bags.md", [*NOISE, FEWER, ("--patches 2000", "--patches 200"), *larger])
     assert "8 steps, best epoch" in capsys.readouterr().out
     scored = rows("scores/slides.csv")
     made = sorted(path.name for path in Path("scores/attention/s11").iterdir())
     assert made == ["patches.png", "s11.geojson", "s11.png", "s11.tif"]
 
-    small = "patch_nets:Encoder&features=16"
-    vit = "timm:vit_tiny_patch16_224&encoder.img_size=64"
-    few = [("patches 10000", "patches 20"), ("size=224", "size=64"), ("slide.svs", "s1.tif")]
-    play("bags.md", [("timm:resnet18&head", f"{small}&head"), (vit, small), *few])
     encoder = ("timm:resnet18?pretrained=true", "patch_nets:Encoder")
     play("how-to/features.md", [encoder, ("patch-size 224", "patch-size 64")])
     assert gg.open_features(next(Path("features").rglob("s1.h5"))).features.shape[1:] == (16,)
@@ -198,16 +210,9 @@ def test_your_own_loop() -> None:
     assert names["engine"].in_tiles
 
 
-def test_a_gpu_that_is_not_here() -> None:
-    play("tutorials/gpu.md", [("16000x64000", "1600x1600")])
-
-
 def test_what_is_said_of_plans(capsys: pytest.CaptureFixture[str]) -> None:
-    for page in ("how-to/memory.md", "how-it-works/plan.md"):
-        play(page, [("16000x64000 --memory", "1600x1600 --memory")])
-        printed = capsys.readouterr().out
-        assert all(
-            word in printed for word in ("predicted peak", "predicted time", "smallest budget", "what would help")
-        )
-    play("scaling.md")
-    assert capsys.readouterr().out.startswith("15-1 0.04")
+    play("how-it-works/plan.md", [("16000x64000 --memory", "1600x1600 --memory")])
+    printed = capsys.readouterr().out
+    assert all(word in printed for word in ("predicted peak", "predicted time", "smallest budget", "what would help"))
+    play("scaling.md", [("16000x64000 --memory", "1600x1600 --memory"), ("1..10000", "1..4")])
+    assert "\n15-1 0.04" in capsys.readouterr().out
