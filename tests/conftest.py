@@ -189,39 +189,6 @@ def predicted(network_dir, jpeg_slide, jpeg_label, tmp_path_factory):
     return out
 
 
-@pytest.fixture
-def timm():
-    """timm, where segmentation-models-pytorch is there, too."""
-    pytest.importorskip("segmentation_models_pytorch")
-    return pytest.importorskip("timm")
-
-
-@pytest.fixture
-def published(timm, monkeypatch):
-    """Stands in for what the libraries would download: all ones. Gives the list of what they asked for."""
-    import segmentation_models_pytorch as smp
-
-    asked = []
-
-    def of_timm(model_id, *args, **settings):
-        asked.append(model_id)
-        bare_model = timm.create_model(model_id.split("/")[1].split(".")[0], pretrained=False)
-        return {name: torch.ones_like(tensor) for name, tensor in bare_model.state_dict().items()}
-
-    def of_smp(repo_id, filename, **settings):
-        asked.append(repo_id)
-        return filename
-
-    def ones(path, **settings):
-        encoder = smp.encoders.get_encoder("resnet18")
-        return {name: torch.ones_like(tensor) for name, tensor in encoder.state_dict().items()}
-
-    monkeypatch.setattr(timm.models._builder, "load_state_dict_from_hf", of_timm)
-    monkeypatch.setattr(smp.encoders, "hf_hub_download", of_smp)
-    monkeypatch.setattr(smp.encoders, "load_file", ones)
-    return asked
-
-
 @pytest.fixture(scope="module")
 def some_page(tmp_path_factory):
     """The built page; where it is not built, files that stand for it: its own need Node.js."""

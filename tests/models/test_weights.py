@@ -232,6 +232,38 @@ def test_what_safetensors_cannot_hold_is_said(tmp_path):
 # Published weights
 
 
+@pytest.fixture
+def timm():
+    pytest.importorskip("segmentation_models_pytorch")
+    return pytest.importorskip("timm")
+
+
+@pytest.fixture
+def published(timm, monkeypatch):
+    """Stands in for what the libraries would download: all ones. Gives the list of what they asked for."""
+    import segmentation_models_pytorch as smp
+
+    asked = []
+
+    def of_timm(model_id, *args, **settings):
+        asked.append(model_id)
+        bare_model = timm.create_model(model_id.split("/")[1].split(".")[0], pretrained=False)
+        return {name: torch.ones_like(tensor) for name, tensor in bare_model.state_dict().items()}
+
+    def of_smp(repo_id, filename, **settings):
+        asked.append(repo_id)
+        return filename
+
+    def ones(path, **settings):
+        encoder = smp.encoders.get_encoder("resnet18")
+        return {name: torch.ones_like(tensor) for name, tensor in encoder.state_dict().items()}
+
+    monkeypatch.setattr(timm.models._builder, "load_state_dict_from_hf", of_timm)
+    monkeypatch.setattr(smp.encoders, "hf_hub_download", of_smp)
+    monkeypatch.setattr(smp.encoders, "load_file", ones)
+    return asked
+
+
 NAMES = {
     "timm:resnet10t?pretrained=true&num_classes=3": ("network.conv1.0.weight", "timm/resnet10t.c3_in1k"),
     "timm:resnet10t.c3_in1k?pretrained=true": ("network.conv1.0.weight", "timm/resnet10t.c3_in1k"),

@@ -186,6 +186,7 @@ def _listening(host: str, port: int) -> Iterator[socket.socket]:
             if sys.platform != "win32":
                 opened.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             opened.bind(place)
+            opened.listen()  # whoever asks before the server is there waits for it
         except OSError as error:
             raise ConfigError(f"cannot listen at {host} port {port}: {error}; choose another --port") from error
         yield opened
