@@ -6,6 +6,7 @@ import json
 import shutil
 import sys
 import webbrowser
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import ModuleType
@@ -28,7 +29,7 @@ from tests.ranks.started import variables_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("some_page")]
 
-HEIGHT, WIDTH = 144, 176
+HEIGHT, WIDTH = 160, 192  # what paper-unet needs, and patches of 64 px
 NETWORKS = """
 from torch import nn
 
@@ -93,12 +94,13 @@ def write(name: str, head: str, lines: list[str]) -> None:
 
 
 @pytest.fixture
-def here(shelf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def here(shelf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A copy of the shelf to work in."""
     shutil.copytree(shelf, tmp_path, dirs_exist_ok=True)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
-    return tmp_path
+    yield tmp_path
+    sys.modules.pop("networks", None)
 
 
 @pytest.fixture
@@ -118,8 +120,9 @@ def test_a_cohort_on_many_machines(here: Path, monkeypatch: pytest.MonkeyPatch) 
     dask.Client = lambda _: ThreadPoolExecutor(1)  # type: ignore[attr-defined]
     dask.LocalCluster = lambda **_: ThreadPoolExecutor(1)  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "dask.distributed", dask)
-    machines = "- {name: small, price: 1, memory: 1GiB, cores: 2, most: 8}\n- {name: l4, price: 2, memory: 9GiB, "
-    Path("machines.yaml").write_text(machines + "device: cuda, card: L4, most: 2}\n")
+    page = blocks((DOCS / "many-machines.md").read_text(encoding="utf-8"))
+    (machines,) = (block.text for block in page if block.text.startswith("- {name:"))
+    Path("machines.yaml").write_text(machines)
     smaller = [("smp:Unet?encoder_name=resnet34&classes=1", "paper-unet"), ("--fold $", f"{BRIEF} --fold $")]
     play("many-machines.md", smaller, __name__="__main__")
     assert {path.stem for path in Path("predictions/records").iterdir()} >= {"CMU-1"}
