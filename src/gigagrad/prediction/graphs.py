@@ -32,12 +32,12 @@ class TissueGraph(NamedTuple):
     """Regions and their neighbours, `N` nodes and `E` edges, each edge in both directions.
 
     Attributes:
-        pos: `(N, 2)` float32 centroids x, y in pixels of the slide's level 0.
+        pos: `(N, 2)` float32 centroids x, y in pixels of the slide's level 0; `id` `(N,)` of the regions' outlines,
+            empty where a region has none.
         x: `(N, F)` float32 features, and their names `x_names`, with their units.
         y: `(N,)` int64 class ids; `y_names` of all classes and `y_ids`, in the same order.
         edge_index: `(2, E)` int64 nodes from and to.
         edge_attr: `(E, 2)` float32: distance of the centroids, and shared border; `edge_names`, with their units.
-        id: `(N,)` ids of the regions' outlines; empty where a region has none.
     """
 
     pos: NDArray[np.float32]
