@@ -114,18 +114,12 @@ def launched(arguments: Sequence[str]) -> tuple[int, list[str]]:
 
 
 def launch(arguments: Sequence[str]) -> None:
-    """Stand in for torchrun: ranks of `fit` are processes that find each other in the same way, others need not."""
-    from tests.ranks.forked import command, forked
-
+    """Stand in for torchrun, for ranks that need not know each other: they run one after the other."""
     count, (program, *own) = launched(arguments)
     assert program == "gigagrad"
-    if own[0] != "fit":
-        for rank in range(count):
-            with pytest.MonkeyPatch.context() as patch:
-                patch.setenv("RANK", str(rank))
-                patch.setenv("WORLD_SIZE", str(count))
-                assert main(own) == 0
-        return
-    for rank in forked(command, (own,), count):
-        code, _, errors = rank.ended()
-        assert code == 0, errors
+    assert own[0] != "fit", "say not-run and why: tests/training has ranks that train together"
+    for rank in range(count):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("RANK", str(rank))
+            patch.setenv("WORLD_SIZE", str(count))
+            assert main(own) == 0

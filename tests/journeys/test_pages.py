@@ -295,17 +295,14 @@ def test_bands_and_places(here: Path) -> None:
         assert file.crs.to_epsg() == 4326
 
 
-def test_several_ranks(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As many ranks as have room here; one of them where Python makes the mesh."""
-    shutil.rmtree("runs")
+def test_ranks_in_python(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of them makes the meshes."""
     for name, value in next(variables_of(1)).items():
         monkeypatch.setenv(name, value)
     try:
-        play(
+        names = play(
             "training-over-ranks.md",
             [
-                ("--nproc-per-node 8", "--nproc-per-node 2"),
-                ("--out runs/first --accumulate 8 --mesh 2x4", f"--out runs/mesh {BRIEF} --accumulate 2 --mesh 2x1"),
                 ('init_device_mesh("cpu", (4,))', 'init_device_mesh("cpu", (1,))'),
                 ("optimizer.step()\ndestroy_process_group()", "optimizer.step()"),
                 ('init_device_mesh("cpu", (2, 4)', 'init_device_mesh("cpu", (1, 1)'),
@@ -317,7 +314,7 @@ def test_several_ranks(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     finally:
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
-    assert {path.name for path in Path("runs").iterdir()} == {"mesh"}
+    assert torch.isfinite(names["loss"])
 
 
 def test_a_gpu(here: Path) -> None:
