@@ -43,6 +43,7 @@ WORDS = {
         "--only-tissue --out --outputs --overlap --overwrite --patch-mpp --patch-size --run --scratch --share "
         "--slides --split --target-mpp --threshold --tissue --trust"
     ),
+    "export": "--int8 --out --overwrite --run --trust",
     "embed": (
         "--coords --device --encoder --least-tissue --memory --mpp --name --out --overlap --overwrite --patch-mpp "
         "--patch-size --precision --share --slides --split --tissue --weights"

@@ -232,6 +232,17 @@ def predict(args: argparse.Namespace) -> None:
         raise ConfigError(f"{failed[0].name}: {failed[0].error}{more}")
 
 
+def export(args: argparse.Namespace) -> None:
+    from gigagrad.prediction.export import export as write_network
+    from gigagrad.units import format_bytes
+
+    with _progress() as listener:
+        settings = {"int8": args.int8, "trust": args.trust, "overwrite": args.overwrite}
+        written = write_network(args.run, args.out, **settings, listeners=(listener,))
+    before = "" if args.int8 is None else f", {format_bytes(written.float_bytes)} in float32"
+    print(f"{written.folder} holds the network, {format_bytes(written.written_bytes)} as ONNX{before}")
+
+
 def embed(args: argparse.Namespace) -> None:
     from gigagrad import prediction
 

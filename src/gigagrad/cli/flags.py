@@ -299,6 +299,20 @@ COMMANDS: Final[dict[str, tuple[str, str, Mapping[str, str | dict[str, Any]]]]] 
             "--bands": "channels of slides to read, by name or number; default: those of the training run",
         },
     ),
+    "export": (
+        "write a trained network as ONNX, of 8 bits where asked, and as torch.export saves it",
+        "DIR/model.onnx and DIR/config.json: what 'predict --run DIR' takes, tile by tile, without PyTorch's own "
+        "networks; DIR/model.pt2 of a network in float32. Networks that read the whole slide at once are refused.",
+        {
+            "--run": {},
+            "--out": "folder for the files",
+            "--int8": _flag(
+                "cohort: weights and activations of 8 bits, calibrated on its training slides", type=Path, metavar="CSV"
+            ),
+            "--trust": {},
+            "--overwrite": "replace a folder that is there",
+        },
+    ),
     "embed": (
         "write the features of all patches of every slide, as TRIDENT does",
         "Patches on tissue go through a frozen encoder: DIR/20x_224px_0px_overlap/features_NAME/SLIDE.h5 has features "

@@ -24,7 +24,7 @@ class PredictConfig(Settings):
     """Settings of `predict`: the slides, the model, and where to write.
 
     Attributes:
-        run: folder of a training run (its `best.pt` is used), or a saved model's file or folder.
+        run: folder of a training run (its `best.pt` is used), a saved model's file or folder, or what `export` wrote.
         slides: files, folders of slides, and CSV files with a column `slide` (optional: `mask`, `mpp`, `split`).
         out: output folder; gets a folder for each of `outputs` and `predictions.json`, or, of a model that gives
             scores of whole slides, `slides.csv` and `predictions.json`.
@@ -185,10 +185,10 @@ class PredictConfig(Settings):
         return None if fold is None else int(fold)
 
     def _of_run(self, name: str, default: Any, kind: Any = None) -> Any:
-        from gigagrad.models.saved import CONFIG
+        from gigagrad.models.saved import CONFIG, ONNX, SAFETENSORS
 
         path = self.model_path.with_name("config.yaml")
-        if self.model_path.suffix == ".safetensors":
+        if self.model_path.suffix in (Path(SAFETENSORS).suffix, Path(ONNX).suffix):
             path = self.model_path.with_name(CONFIG)  # of the same names; and JSON is YAML
         if not path.is_file():
             return default

@@ -36,6 +36,8 @@ BEST: Final = "best.pt"
 CONFIG: Final = "config.json"
 SAFETENSORS: Final = "model.safetensors"
 """The files of a run's folder and of a model's: what `save_model` wrote, and `save_folder`."""
+ONNX: Final = "model.onnx"
+"""The network in the folder of one that was exported."""
 
 
 def save_model(path: str | Path, spec: str, model: nn.Module) -> None:
@@ -59,9 +61,12 @@ def load(path: str | Path, trust: Collection[str] = ()) -> nn.Module:
 
 
 def model_file(path: Path) -> Path:
-    """`path` where it is a file, else the weights in that folder of a run or of a model."""
-    inner = path / SAFETENSORS if (path / CONFIG).is_file() and not (path / BEST).is_file() else path / BEST
-    return inner if path.is_dir() else path
+    """`path` where it is a file, else the weights in that folder of a run or of a model, or an exported network."""
+    if not path.is_dir():
+        return path
+    if (path / BEST).is_file() or not (path / CONFIG).is_file():
+        return path / BEST
+    return path / ONNX if (path / ONNX).is_file() else path / SAFETENSORS
 
 
 def load_model(path: str | Path, trust: Collection[str] = ()) -> tuple[str, nn.Module]:
@@ -90,6 +95,8 @@ def load_weights(path: str | Path, model: nn.Module) -> nn.Module:
 def _read(path: str | Path) -> tuple[str, Any]:
     path = Path(path)
     file = model_file(path)
+    if file.suffix == Path(ONNX).suffix:
+        raise ModelError(f"{path} is an exported network, which 'predict' runs alone; name the run it was made of")
     try:
         if file.suffix == ".safetensors":
             payload = {**read_record(file.with_name(CONFIG), _KIND), "state_dict": read_safetensors(file)}

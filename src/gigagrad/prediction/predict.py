@@ -33,7 +33,7 @@ from gigagrad.errors import ConfigError, GigagradError, ModelError, WriteError
 from gigagrad.events import Events, Listener, Notice
 from gigagrad.execution.compiling import compile as compile_engine
 from gigagrad.execution.engine import Engine
-from gigagrad.execution.sinks import Several
+from gigagrad.execution.sinks import Several, Sink
 from gigagrad.files import size_of, write_agreed
 from gigagrad.images import Image, open_image
 from gigagrad.images.georeference import level_near
@@ -41,9 +41,12 @@ from gigagrad.images.layout import plain_stem
 from gigagrad.masks import find_tissue, open_mask
 from gigagrad.models import load_model
 from gigagrad.models.bag_names import is_bag_name
+from gigagrad.models.exported import ExportedNetwork
 from gigagrad.models.networks import check_intensities
+from gigagrad.models.saved import ONNX
 from gigagrad.prediction.attention import WithAttention, attends, write_attention
 from gigagrad.prediction.classes import Channels, image_shape
+from gigagrad.prediction.exported import ExportedEngine
 from gigagrad.prediction.outputs import OUTPUTS, Predicted, Streaming, made_with
 from gigagrad.prediction.polygons import trace, with_probabilities
 from gigagrad.prediction.scores import counts_of, score_masks
@@ -57,19 +60,16 @@ class Predictor:
 
     def __init__(self, config: PredictConfig, events: Events) -> None:
         self.config, self.out, self._events = config, Path(config.out), events
-        spec, self.model = load_model(config.model_path, config.trust)
+        spec = self._load()
         self.table, self.loss, self.look = config.resolved_table, config.run_loss, config.resolved_input_view
         self.bags = bags_for(config, spec)
         if self.bags is not None and config.only_tissue is not None:
             raise ConfigError(_ONLY_IMAGES)
-        # One for all slides: those of one size are captured and planned once.
-        self.engine = self._compiled(self.model, events)
         if "attention" in config.outputs and self.bags is None:
             raise ConfigError(
                 "attention is of patches, and the model reads whole slides; leave it out of --outputs ('gigagrad "
                 "attribute' maps whole slides)"
             )
-        self._attending = self._compiled(WithAttention(self.model).eval(), events) if attends(self.model) else None
         if "attention" in config.outputs and self._attending is None:
             raise ConfigError(
                 "the model says nothing of attention; leave it out of --outputs, or give the model's head a method "
@@ -84,11 +84,27 @@ class Predictor:
         self.made_with = made_with(config, spec)
         self._tables_checked = False
 
-    def _compiled(self, model: nn.Module, events: Events) -> Engine:
+    def _load(self) -> str:
+        """Load the network, and return the name that it is made by. Raises as `load_model`."""
+        spec, self.model = load_model(self.config.model_path, self.config.trust)
+        # One for all slides: those of one size are captured and planned once.
+        self.engine = self._compiled(self.model)
+        self._attending = self._compiled(WithAttention(self.model).eval()) if attends(self.model) else None
+        return spec
+
+    def _compiled(self, model: nn.Module) -> Engine:
         config = self.config
         engine = compile_engine(model, memory=config.memory, scratch=config.scratch, device=config.device)
-        engine.events.subscribe(events.emit)
+        engine.events.subscribe(self._events.emit)
         return engine
+
+    def _output_shape(self, seen: Image) -> tuple[int, ...] | None:
+        """Return `(1, C, H, W)` of the output for a slide, None where that is no image. Raises `ImageError`."""
+        check_intensities(self.model, seen)
+        return image_shape(self.engine, seen)
+
+    def _forward(self, seen: Image, sink: Sink, within: NDArray[np.bool_] | None) -> None:
+        self.engine.forward(seen, out=sink, within=within)
 
     def check(self, entry: Row, known: SlideResult | None) -> None:
         """Raise `ConfigError` or `WriteError` where what is there of this slide's name belongs to somebody else or to
@@ -178,8 +194,7 @@ class Predictor:
             result = dataclasses.replace(result, height=slide.height, width=slide.width, mpp=slide.mpp)
             self._events.emit(entry.begun(slide))
             seen = self.look.of(slide)
-            check_intensities(self.model, seen)
-            shape = image_shape(self.engine, seen)
+            shape = self._output_shape(seen)
             if shape is None:
                 if self.config.only_tissue is not None:
                     raise ConfigError(_ONLY_IMAGES)
@@ -200,12 +215,12 @@ class Predictor:
             streamed = [(kind.sink, path) for kind, path in paths.items() if kind.sink is not None]
             if streamed and self.config.format == "ome-zarr" and slide.georeference is not None:
                 told = f"{entry.name} is somewhere on earth, and OME-Zarr cannot say where; another --format can"
-                self.engine.events.emit(Notice(told, warning=True))
+                self._events.emit(Notice(told, warning=True))
             if streamed:
                 within = self._tissue(entry, slide)
                 streaming = Streaming(seen, channels, named, self.config.threshold, within is not None)
                 sinks = Several([sink(path, streaming) for sink, path in streamed])
-                self.engine.forward(seen, out=sinks, within=within)
+                self._forward(seen, sinks, within)
             mask = opened.enter_context(open_image(self.out / result.files["mask"]))
             classes = [kind for kind in named if kind.id]
             traced = trace(mask, classes)
@@ -278,6 +293,34 @@ class Predictor:
         )
 
 
+class ExportedPredictor(Predictor):
+    """The same of a network that `export` wrote, which ONNX Runtime runs. Raises `ConfigError` and `ModelError`."""
+
+    def _load(self) -> str:
+        config = self.config
+        for name, setting in {"device": config.device != "cpu", "scratch": config.scratch is not None}.items():
+            if setting:
+                raise ConfigError(f"an exported network is computed in memory on the CPU; leave out --{name}")
+        if config.patch_size is not None:
+            raise ConfigError("an exported network reads whole slides; leave out --patch-size")
+        network = ExportedNetwork.read(config.model_path)
+        self._exported, self._attending = ExportedEngine(network, memory=config.memory), None
+        self._exported.events.subscribe(self._events.emit)
+        return network.spec
+
+    def _output_shape(self, seen: Image) -> tuple[int, ...]:
+        return self._exported.output_shape(seen)
+
+    def _forward(self, seen: Image, sink: Sink, within: NDArray[np.bool_] | None) -> None:
+        self._exported.forward(seen, out=sink, within=within)
+
+
+def predictor_for(config: PredictConfig, events: Events) -> Predictor:
+    """Make the predictor of what `run` names. Raises as it does."""
+    kind = ExportedPredictor if config.model_path.suffix == Path(ONNX).suffix else Predictor
+    return kind(config, events)
+
+
 _ONLY_IMAGES: Final = (
     "only_tissue is of models that give masks of whole slides; leave it out (bags of patches take --tissue)"
 )
@@ -320,7 +363,7 @@ def predict(
     cohort = find_slides(config.slides, config.split, config.run_fold)
     cohort = cohort if config.resolved_patches is None else joined(cohort)
     slides = rows_of(share, cohort)
-    predictor = Predictor(config, events)
+    predictor = predictor_for(config, events)
     records = read_records(out, [entry.name for entry in slides])
     for entry in () if config.overwrite else slides:
         predictor.check(entry, records.get(entry.name))
@@ -372,7 +415,7 @@ def _predict_there(config: PredictConfig, made_with: MadeWith, entry: Row) -> Sl
 @lru_cache(maxsize=1)
 def _predictor_there(config: PredictConfig, made_with: MadeWith) -> Predictor:
     """Make the predictor of a worker; of a model that has been trained anew meanwhile, `made_with` is another."""
-    return Predictor(config, Events())
+    return predictor_for(config, Events())
 
 
 def bags_for(config: PredictConfig, model: str) -> Bags | None:
