@@ -48,6 +48,7 @@ def test_labels_predictions_and_reports_need_no_extra(bare, jpeg_slide, run_dir,
 @pytest.mark.parametrize(("argv", "missing", "name"), [
     (["demo", "--quick", "--out", "demo"], ["cv2"], "demo"),
     (["plan", "--model", "paper-unet", "--size", "160x160", "--picture", "plan.svg"], ["matplotlib"], "report"),
+    (["export", "--run", "RUN", "--out", "exported"], ["onnx"], "export"),
 ])  # fmt: skip
 def test_other_commands_name_the_extra_in_one_line(bare, argv, missing, name, run_dir, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)

@@ -33,6 +33,7 @@ from gigagrad.files import replacing_folder, write_json
 from gigagrad.graphs import Graph, InputSpec, capture
 from gigagrad.images import InputView
 from gigagrad.models import MultiStainNet, Normalise, load_model
+from gigagrad.models.bag_names import is_bag_name
 from gigagrad.models.exported import KIND, ExportedNetwork, Geometry
 from gigagrad.models.saved import CONFIG, ONNX
 from gigagrad.plans.geometry import axis_geometry, remembered_steps
@@ -88,15 +89,15 @@ def export(
     if out.exists() and not overwrite:
         raise WriteError(f"cannot write {out}: it exists already; choose another --out or pass --overwrite")
     settings = PredictConfig(run=run, slides=(run,), out=out, trust=tuple(trust))
-    if settings.resolved_patches is not None:
-        raise ModelError("models of bags are not exported; 'embed' and 'predict' run them")
     spec, model = load_model(settings.model_path, trust)
+    if settings.resolved_patches is not None or is_bag_name(spec):
+        raise ModelError("models of bags are not exported; 'embed' and 'predict' run them")
     look = settings.resolved_input_view
     with events.preparing("capture the model"):
         channels = _channels(model, look)
         network = _network(spec, model, channels)
         program, beyond = _traced(model, channels, network.geometry)
-    rows = () if int8 is None else _training_slides(Path(int8))
+    rows = () if int8 is None else _training_slides(Path(int8), settings.run_fold)
     with replacing_folder(out) as folder:
         path = folder / ONNX
         network = replace(network, path=path, int8=bool(rows))
@@ -278,10 +279,9 @@ def _check(network: ExportedNetwork, model: nn.Module, beyond: int) -> None:
             )
 
 
-def _training_slides(cohort: Path) -> tuple[Row, ...]:
+def _training_slides(cohort: Path, fold: int | None) -> tuple[Row, ...]:
     """Return training slides, spread over the cohort. Raises `ConfigError`."""
-    rows = find_slides([cohort])
-    rows = tuple(row for row in rows if row.split in (None, "train"))
+    rows = tuple(row for row in find_slides([cohort], fold=fold) if row.split in (None, "train"))
     if not rows:
         raise ConfigError(f"{cohort} has no training slides; 8 bits are calibrated on those")
     return rows[:: -(-len(rows) // _SLIDES)]

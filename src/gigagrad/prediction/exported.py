@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import closing
-from functools import partial
 from typing import Any, Final
 
 import numpy as np
@@ -102,14 +101,13 @@ class ExportedEngine:
             )
         return sides(strides)
 
-    def _pieces(self, image: Image, sides: tuple[int, int], wanted: Within | None) -> Iterator[Piece]:
+    def _pieces(self, image: Image, sides: tuple[int, int], wanted: Within | None) -> Generator[Piece, None, None]:
         _, height, width = image.shape
         boxes = list(tiles(height, width, *sides))
         crops = [self.network.geometry.crop(box, height, width) for box in boxes]
         start = time.perf_counter()
         with SideThreads(1, "gigagrad-read") as threads:
-            work = partial(_read, image, wanted)
-            read = ahead(zip(boxes, crops, strict=True), lambda both: work(*both), threads, 1)
+            read = ahead(zip(boxes, crops, strict=True), lambda both: _read(image, wanted, *both), threads, 1)
             for done, (box, crop, pixels) in enumerate(zip(boxes, crops, read, strict=True), start=1):
                 yield box, self._computed(box, crop, pixels, wanted)
                 left = (time.perf_counter() - start) / done * (len(boxes) - done)
