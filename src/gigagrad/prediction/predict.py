@@ -294,7 +294,7 @@ class Predictor:
 
 
 class ExportedPredictor(Predictor):
-    """The same of a network that `export` wrote, which ONNX Runtime runs. Raises `ConfigError` and `ModelError`."""
+    """A network that `export` wrote, and the settings of a prediction. Raises `ConfigError` and `ModelError`."""
 
     def _load(self) -> str:
         config = self.config
