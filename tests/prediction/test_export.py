@@ -73,8 +73,16 @@ def small(tmp_path_factory):
     return run, export(run, folder / "exported", trust=[SMALL]).folder
 
 
-def image_of(height, width, seed=0):
-    return np.random.default_rng(seed).integers(0, 256, (3, height, width), np.uint8)
+@pytest.fixture(scope="module")
+def paper(network_dir, tmp_path_factory):
+    """The paper's network, exported by the command."""
+    folder = tmp_path_factory.mktemp("paper") / "exported"
+    assert main(["export", "--run", str(network_dir), "--out", str(folder)]) == 0
+    return folder
+
+
+def image_of(height, width, channels=3):
+    return np.random.default_rng(0).integers(0, 256, (channels, height, width), np.uint8)
 
 
 @pytest.mark.parametrize(("height", "width"), [(61, 90), (37, 128), (4, 7)])
@@ -107,14 +115,16 @@ def test_crops_begin_at_strides_and_end_there_or_with_the_image():
 
 
 @pytest.mark.parametrize("int8", [False, True])
-def test_predict_takes_it_as_a_run(network_dir, jpeg_slide, jpeg_label, tmp_path, int8, capsys):
+def test_predict_takes_it_as_a_run(network_dir, paper, jpeg_slide, jpeg_label, tmp_path, int8, capsys):
     (tmp_path / "cohort.csv").write_text(f"slide,mask,split\n{jpeg_slide},{jpeg_label},train\n")
-    more = ["--int8", str(tmp_path / "cohort.csv")] if int8 else []
-    assert main(["export", "--run", str(network_dir), "--out", str(tmp_path / "x"), *more]) == 0
-    assert ("in float32" in capsys.readouterr().out) == int8
-    assert (tmp_path / "x/model.pt2").exists() == (not int8)
+    folder = tmp_path / "exported" if int8 else paper
+    if int8:
+        command = ["export", "--run", str(network_dir), "--out", str(folder), "--int8", str(tmp_path / "cohort.csv")]
+        assert main(command) == 0
+        assert "in float32" in capsys.readouterr().out
+    assert (folder / "model.pt2").exists() == (not int8)
     found = {}
-    for name, run in (("run", network_dir), ("exported", tmp_path / "x")):
+    for name, run in (("run", network_dir), ("found", folder)):
         outputs = "mask", "probabilities", "geojson"
         slides = [tmp_path / "cohort.csv"]
         (result,) = predict(run, slides=slides, out=tmp_path / name, outputs=outputs, only_tissue="auto")
@@ -122,7 +132,7 @@ def test_predict_takes_it_as_a_run(network_dir, jpeg_slide, jpeg_label, tmp_path
         with open_image(tmp_path / name / result.files["probabilities"]) as image:
             found[name] = np.asarray(image.read(Box.whole(*image.shape[1:]))).astype(int)
         assert result.dice is not None
-    assert np.abs(found["run"] - found["exported"]).max() <= (30 if int8 else 1)
+    assert np.abs(found["run"] - found["found"]).max() <= (30 if int8 else 1)
 
 
 @pytest.mark.parametrize(("spec", "model", "said"), [
@@ -239,13 +249,12 @@ def test_what_is_there_stays(small, tmp_path):
         export(small[0], small[1], trust=[SMALL])
 
 
-def test_the_paper_s_network_at_an_odd_size(tmp_path, monkeypatch):
-    run = saved(tmp_path / "paper.pt", "paper-unet", resolve("paper-unet"))
-    exported = ExportedEngine(ExportedNetwork.read(export(run, tmp_path / "out").folder / "model.onnx"))
-    pixels = image_of(701, 933)
-    expected = gg.compile(load(run)).forward(pixels)
+def test_the_paper_s_network_at_an_odd_size(network_dir, paper, monkeypatch):
+    exported = ExportedEngine(ExportedNetwork.read(paper / "model.onnx"))
+    pixels = image_of(701, 933, exported.network.channels)
+    expected = gg.compile(load(network_dir)).forward(pixels)
     monkeypatch.setattr(exported, "_tile", lambda sink, shape: (160, 320))
-    assert torch.allclose(exported.forward(ArrayImage(pixels)), expected, rtol=0, atol=1e-5)
+    assert torch.allclose(exported.forward(ArrayImage(pixels)), expected, rtol=1e-5, atol=1e-5)
 
 
 def test_a_run_must_not_be_of_patches(tmp_path):
