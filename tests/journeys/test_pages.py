@@ -355,6 +355,13 @@ def test_what_is_looked_at(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "CMU-1" in Path("report.html").read_text()
 
 
+def test_an_exported_network(here: Path) -> None:
+    pytest.importorskip("onnxruntime")
+    play("how-to/export.md", [("--slides slides", "--slides slide.tif")])
+    assert Path("predictions/masks/slide.tif").is_file()
+    assert json.loads(Path("exported-8/config.json").read_text())["int8"]
+
+
 def test_a_model_that_names_code(here: Path) -> None:
     Path("mynets").mkdir()
     Path("mynets/unet.py").write_text(NETWORKS.replace("PerPixel", "Net"))
