@@ -7,9 +7,12 @@ A slide of one level, in JPEG tiles of 256 px, is made first: of the pixels of a
 synthetic ones. It is read as a bag of all its patches, chunk by chunk in their order, at the resolution of its level 0
 and at half of it, by threads that read ahead; and its tiles are decoded one after the other by as many threads. All of
 these take turns within each round, each opening the file anew; a first round, in which memory is taken from the system,
-does not count. Prints one JSON line last: seconds by rounds, patches a second, how often each tile of the file was
-decoded, and bytes copied, as multiples of the bag's own (decoding not counted); and `of_decoding`, the median over
-rounds of the seconds of decoding alone over those of reading.
+does not count. The allocator is set as every job sets it. In turns with these the least that reading takes is timed:
+decoding, tiles kept until the next row of patches has passed, and beside that nothing but a copy of each patch's bytes
+out of a tile just decoded ("own_least"), or the filter on pixels that are together already ("twice_least"). Prints one
+JSON line last: seconds by rounds, patches a second, how often each tile of the file was decoded, and bytes copied, as
+multiples of the bag's own (decoding not counted); and `of_decoding`, the median over rounds of the seconds of decoding
+alone over those of reading.
 """
 
 from __future__ import annotations
@@ -35,7 +38,9 @@ import tifffile
 import gigagrad as gg
 from bench.decoding import counted
 from gigagrad.boxes import Box
+from gigagrad.devices.heap import settle_allocator
 from gigagrad.images import make_slide, open_image
+from gigagrad.images.slide_bag import resampled
 from gigagrad.images.tiff import TiffImage
 from gigagrad.threads import SideThreads, Task
 
@@ -55,6 +60,7 @@ def main() -> None:
     parser.add_argument("--slide", type=Path, help="a slide whose pixels are repeated")
     args = parser.parse_args()
     load = os.getloadavg()[0]
+    settle_allocator()
     with tempfile.TemporaryDirectory() as folder:
         slide = Path(folder) / "slide.tif"
         write_slide(slide, args.height, args.width, args.slide)
@@ -69,9 +75,13 @@ def main() -> None:
                 for name, factor in ("own", 1), ("twice", 2):
                     row = of.setdefault(name, {"seconds": [], "processor_seconds": []})
                     told(row, *reading(slide, threads, args.size, factor * mpp, args.chunk, row))
+                    least = of.setdefault(f"{name}_least", {"seconds": [], "processor_seconds": []})
+                    least["patches"] = row["patches"]
+                    told(least, *decoding(slide, threads, beside(args.size, factor), row["patches"]))
     for of in found.values():
-        for name in ("own", "twice"):
-            row = of[name]
+        for name, row in of.items():
+            if name == "decoding":
+                continue
             for unit in ("seconds", "processor_seconds"):
                 pairs = zip(of["decoding"][unit], row[unit], strict=True)
                 ratio = statistics.median(alone / reading for alone, reading in pairs)
@@ -108,18 +118,32 @@ def told(row: dict[str, Any], seconds: float, processor: float) -> None:
     row["processor_seconds"].append(round(processor, 3))
 
 
-def decoding(slide: Path, threads: int) -> tuple[float, float]:
-    """Seconds by the clock and of the processor that all tiles of level 0 take."""
+def decoding(
+    slide: Path, threads: int, work: Callable[[Any], object] = lambda tile: None, times: int = 0
+) -> tuple[float, float]:
+    """Seconds by the clock and of the processor that all tiles of level 0 take, and so often `work` on one of them."""
     with open_image(slide) as image:
         assert isinstance(image, TiffImage)
         segments = image._segments
         _, rows, columns = segments.offsets.shape
+        kept = deque[Any](maxlen=2 * columns if times else 0)
 
         def row_of(row: int) -> None:
-            for column in range(columns):
-                image._decode(((0, row, column), segments.decode))
+            for number in range(row * columns, (row + 1) * columns):
+                tile = image._decode(((0, row, number - row * columns), segments.decode))
+                kept.append(tile)
+                for _ in range((number + 1) * times // (rows * columns) - number * times // (rows * columns)):
+                    work(tile)
 
         return timed(row_of, range(rows), threads)
+
+
+def beside(size: int, factor: int) -> Callable[[Any], object]:
+    """Return the least work that makes a patch of decoded tiles: a copy of its bytes, or the filter alone."""
+    if factor == 1:
+        return lambda tile: tile.reshape(-1)[: 3 * size**2].copy()
+    region_NHWC = np.random.default_rng(0).integers(0, 256, (1, factor * size, factor * size, 3), np.uint8)
+    return lambda tile: resampled(region_NHWC.transpose(0, 3, 1, 2), size)
 
 
 def reading(slide: Path, threads: int, size: int, mpp: float, chunk: int, row: dict[str, Any]) -> tuple[float, float]:

@@ -55,6 +55,15 @@ def test_jpeg_pixels_are_those_of_tifffile(jpeg_slide: Path, level: int) -> None
     np.testing.assert_array_equal(whole(jpeg_slide, level), expected)
 
 
+def test_tiles_of_jpeg_lie_where_they_are_decoded_fastest(jpeg_slide: Path) -> None:
+    """At the lower and right edge, too."""
+    with open_image(jpeg_slide) as image:
+        assert isinstance(image, TiffImage)
+        blocks = [image.block(row, column) for row, column in np.ndindex(image._segments.offsets.shape[1:])]
+    assert len(blocks) > 1
+    assert {block.__array_interface__["data"][0] % 32 for block in blocks} == {16}
+
+
 def test_a_system_may_give_fewer_bytes_than_were_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write(tmp_path / "a.tif")
     expected, read = tifffile.imread(path).transpose(2, 0, 1), os.preadv

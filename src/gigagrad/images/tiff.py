@@ -60,6 +60,7 @@ _RAW_STRIP_BYTES = 2**20
 _HEADER_BYTES = 8
 _COPIES = 3
 """Copies of a segment's pixels while they are decoded."""
+_VECTOR_BYTES = 32
 _BYTES_PER_SECOND = {1: 2e9, 5: 200e6, 8: 400e6, 32946: 400e6, 50000: 1e9} | dict.fromkeys(JPEG_COMPRESSIONS, 600e6)
 """The rate at which one thread decodes pixels, about, by the number of the compression."""
 _OTHERS_PER_SECOND = 100e6
@@ -192,8 +193,9 @@ def _file_segments(series: Any, page: Any, name: str, directories: Directories) 
     checked = partial(_checked, compression, (height, width), segment, dtype)
     unpack, luma = _page_decoder(page), None
     if compression in JPEG_COMPRESSIONS:
-        unpack = _jpeg_decoder(page, samples)
-        luma = checked(_jpeg_decoder(page, 1, luma=True)) if samples == 3 and dtype == np.uint8 else None
+        colours = samples == 3 and dtype == np.uint8
+        unpack = _jpeg_decoder(page, samples, size if colours else None)
+        luma = checked(_jpeg_decoder(page, 1, luma=True)) if colours else None
     rate = _BYTES_PER_SECOND.get(compression, _OTHERS_PER_SECOND)
     halved: Callable[[int], Decode] | None = None
     if compression in JPEG_2000_COMPRESSIONS and dtype == np.uint8 and samples in (1, 3):
@@ -235,8 +237,13 @@ def _page_decoder(page: Any) -> Callable[[bytes, int], Array]:
     return lambda data, index: np.asarray(decode(data, index)[0][0])
 
 
-def _jpeg_decoder(page: Any, samples: int, *, luma: bool = False) -> Callable[[bytes, int], Array]:
-    """Decode by libjpeg-turbo itself: tifffile hands what that refuses to a decoder that believes all numbers."""
+def _jpeg_decoder(
+    page: Any, samples: int, nbytes: int | None = None, *, luma: bool = False
+) -> Callable[[bytes, int], Array]:
+    """Decode by libjpeg-turbo itself: tifffile hands what that refuses to a decoder that believes all numbers.
+
+    Given the `nbytes` of the largest tile, its pixels begin where that writes them fastest.
+    """
     import imagecodecs
     from tifffile.tifffile import jpeg_decode_colorspace
 
@@ -245,12 +252,24 @@ def _jpeg_decoder(page: Any, samples: int, *, luma: bool = False) -> Callable[[b
     wanted = "GRAYSCALE" if luma else wanted
 
     def decode(data: bytes, index: int) -> Array:
-        pixels = imagecodecs.jpeg8_decode(data, tables=tables, colorspace=stored, outcolorspace=wanted)
+        out = None if nbytes is None else _between_vectors(nbytes)
+        pixels = imagecodecs.jpeg8_decode(data, tables=tables, colorspace=stored, outcolorspace=wanted, out=out)
         if pixels.size != pixels.shape[0] * pixels.shape[1] * samples:
             raise ValueError(f"it has pixels of shape {pixels.shape[2:]} instead of {samples} samples")
         return pixels.reshape(*pixels.shape[:2], samples)
 
     return decode
+
+
+def _between_vectors(nbytes: int) -> memoryview:
+    """Return memory that begins in the middle of one of the processor's vectors.
+
+    Where rows of colours begin with a vector, libjpeg-turbo writes them past the caches (`vmovntdq` in its
+    jdcolext-avx2.asm): whoever decodes waits for memory, and whoever reads the pixels does so again.
+    """
+    memory = np.empty(nbytes + _VECTOR_BYTES, np.uint8)
+    begin = (_VECTOR_BYTES // 2 - memory.__array_interface__["data"][0]) % _VECTOR_BYTES
+    return memory.data[begin : begin + nbytes]
 
 
 def _halved_jpeg_2000(halvings: int, samples: int, data: bytes, index: int) -> Array:
