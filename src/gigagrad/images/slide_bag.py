@@ -10,7 +10,6 @@ A bag that is read from its first patch to its last decodes each block of the fi
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -200,31 +199,25 @@ class SlideBag(Bag):
             return image.read_squares(corners, side)
         assert isinstance(self.dtype, np.dtype)
         height, width = image.block_shape
-        pixel = image.channels * self.dtype.itemsize
         squares_NHWC = np.empty((len(corners), side, side, image.channels), self.dtype)
         # In numbers, and few calls: other threads wait for Python meanwhile.
-        squares_of: dict[tuple[int, int], list[tuple[int, int, int]]] = {}
-        for index, (x, y) in enumerate(corners):
+        squares_of: dict[tuple[int, int], list[tuple[Array, int, int]]] = {}
+        for square, (x, y) in zip(squares_NHWC, corners, strict=True):
             bottom, right = min(y + side, image.height), min(x + side, image.width)
             if x < 0 or y < 0 or right < x + side or bottom < y + side:
-                squares_NHWC[index] = image.fill
+                square[...] = image.fill
             for row in range(max(y, 0) // height, -(-bottom // height)):
                 for column in range(max(x, 0) // width, -(-right // width)):
-                    squares_of.setdefault((row, column), []).append((index, x, y))
+                    squares_of.setdefault((row, column), []).append((square, x, y))
         for place, squares in squares_of.items():
             key = image, *place
             block = cache.get(key, _block_of)
             top, left = place[0] * height, place[1] * width
             bottom, right = min(top + height, image.height), min(left + width, image.width)
-            across = block.shape[1]
-            for index, x, y in squares:
+            for square, x, y in squares:
                 y0, y1 = (y if y > top else top), (y + side if y + side < bottom else bottom)
                 x0, x1 = (x if x > left else left), (x + side if x + side < right else right)
-                rows, run = (y1 - y0,), _run_of((x1 - x0) * pixel)
-                to = ((index * side + y0 - y) * side + x0 - x) * pixel
-                of = ((y0 - top) * across + x0 - left) * pixel
-                target = np.ndarray(rows, run, squares_NHWC, to, (side * pixel,))
-                target[...] = np.ndarray(rows, run, block, of, (across * pixel,))
+                square[y0 - y : y1 - y, x0 - x : x1 - x] = block[y0 - top : y1 - top, x0 - left : x1 - left]
             if last_of[place] < start + len(corners):
                 cache.settle(key)
         return squares_NHWC.transpose(0, 3, 1, 2)
@@ -243,17 +236,7 @@ def _cache_for(image_bytes: int) -> TileCache:
 
 def _block_of(key: tuple[Image, int, int]) -> Array:
     image, row, column = key
-    return np.ascontiguousarray(image.block(row, column))
-
-
-@functools.cache
-def _run_of(nbytes: int) -> np.dtype[np.void]:
-    """Return the type of a row of bytes.
-
-    NumPy copies few hundred items without letting go of Python's lock: two threads that pass it back and forth for
-    each copy take as long as one.
-    """
-    return np.dtype((np.void, nbytes))
+    return image.block(row, column)
 
 
 def _fixed(array: Any) -> Any:
