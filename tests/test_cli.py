@@ -45,8 +45,8 @@ WORDS = {
     ),
     "export": "--int8 --out --overwrite --run --trust",
     "embed": (
-        "--compile --coords --device --encoder --least-tissue --memory --mpp --name --out --overlap --overwrite "
-        "--patch-mpp --patch-size --precision --share --slides --split --tissue --weights"
+        "--coords --device --encoder --least-tissue --memory --mpp --name --out --overlap --overwrite --patch-mpp "
+        "--patch-size --precision --share --slides --split --tissue --weights"
     ),
     "evaluate": (
         "--classes --coords --device --json --memory --out --predictions --run --scratch --share --slides --split "

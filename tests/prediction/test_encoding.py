@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import shutil
 import subprocess
 import sys
 import threading
@@ -35,13 +34,6 @@ class Net(nn.Module):
         x_NCHW = self.act(self.norm(self.conv(x_NCHW.to(self.conv.weight.dtype) / 255)))
         features: torch.Tensor = self.block(x_NCHW.flatten(2).transpose(1, 2)).mean(1)
         return features
-
-
-class Floats(nn.Module):
-    """Bytes as numbers from 0 to 1."""
-
-    def forward(self, x_NCHW: torch.Tensor) -> torch.Tensor:
-        return x_NCHW / 255
 
 
 class Shape(nn.Module):
@@ -159,34 +151,6 @@ def test_a_bag_that_cannot_be_read_says_so(net):
 def test_another_precision_is_refused(net):
     with pytest.raises(ConfigError, match="unknown precision 'float8'; use one of bfloat16, float16, or None"):
         Encoder(net, precision="float8")
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of what PyTorch imports
-@pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
-def test_a_compiled_encoder_s_features_are_close_and_told_apart(bag):
-    torch.manual_seed(0)
-    net = nn.Sequential(Floats(), nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.ReLU(), nn.AdaptiveAvgPool2d(1))
-    net.append(nn.Flatten())
-    want, plain = by_pytorch(net, bag), Encoder(net)
-    encoder = Encoder(net, compile=True)
-    found = features(encoder, bag, size=32, workers=2)  # the last batch has one patch
-    np.testing.assert_allclose(found, want, rtol=1e-4, atol=1e-5)
-    assert np.array_equal(found, features(encoder, bag, size=32, workers=1))
-    assert encoder.digest != plain.digest
-
-
-def test_where_nothing_can_be_compiled_is_told(net, monkeypatch):
-    with pytest.raises(ConfigError, match="leave out memory, or compile"):
-        Encoder(net, memory="1 GiB", compile=True)
-    with pytest.raises(ConfigError, match="for CPUs alone"):
-        Encoder(net, device=NAME, compile=True)
-
-    def none() -> str:
-        raise RuntimeError("no compiler")
-
-    monkeypatch.setattr("torch._inductor.cpp_builder.get_cpp_compiler", none)
-    with pytest.raises(ConfigError, match=r"needs a C\+\+ compiler; install g\+\+"):
-        Encoder(net, compile=True)
 
 
 @pytest.mark.parametrize(

@@ -38,8 +38,6 @@ class EmbedConfig(Settings):
         memory: peak memory the process may use, e.g. "1 GiB"; None takes what is free.
         device: "cpu" or "cuda".
         precision: `bfloat16` or `float16`, as autocast would; none given: the encoder's own.
-        compile: let `torch.compile` fold norms and activations into convolutions, which needs a C++ compiler; features
-            differ in their last digits.
         split: of the rows of a CSV file, only those with this split; None takes all.
         share: of the slides, as "2/4" the second of four shares that processes embed side by side into `out`.
         overwrite: compute again what is there already, and replace files of other encoders or programs.
@@ -60,7 +58,6 @@ class EmbedConfig(Settings):
     memory: str | int | None = None
     device: str = "cpu"
     precision: str | None = None
-    compile: bool = False
     split: str | None = None
     share: str = "1/1"
     overwrite: bool = False

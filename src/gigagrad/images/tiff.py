@@ -253,7 +253,13 @@ def _jpeg_decoder(
 
     def decode(data: bytes, index: int) -> Array:
         out = None if nbytes is None else _between_vectors(nbytes)
-        pixels = imagecodecs.jpeg8_decode(data, tables=tables, colorspace=stored, outcolorspace=wanted, out=out)
+        pixels = imagecodecs.jpeg8_decode(
+            data,
+            tables=tables,
+            colorspace=stored,
+            outcolorspace=wanted,
+            out=out,  # type: ignore[arg-type]  # which may be a buffer
+        )
         if pixels.size != pixels.shape[0] * pixels.shape[1] * samples:
             raise ValueError(f"it has pixels of shape {pixels.shape[2:]} instead of {samples} samples")
         return pixels.reshape(*pixels.shape[:2], samples)

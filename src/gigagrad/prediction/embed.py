@@ -76,13 +76,7 @@ class _Job:
         with extra("bags"):  # before anything takes long
             import h5py  # noqa: F401
         network = _network(config, events)
-        self._encoder = Encoder(
-            network,
-            memory=config.memory,
-            device=config.device,
-            precision=config.precision,
-            compile=config.compile,
-        )
+        self._encoder = Encoder(network, memory=config.memory, device=config.device, precision=config.precision)
 
     def run(self) -> tuple[Embedded, ...]:
         config, share = self._config, Share.parse(self._config.share)

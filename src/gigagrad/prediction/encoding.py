@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import threading
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Generator, Iterator
 from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
@@ -72,30 +72,20 @@ class Encoder:
         memory: str | int | None = None,
         device: str | Device = "cpu",
         precision: str | None = None,
-        compile: bool = False,
     ) -> None:
         """Move the network to the device, in eval mode, its weights as convolutions of channels-last patches read them.
 
         `memory` is the peak of the process, or on a GPU of the device; `precision` is "bfloat16" or "float16", as
-        autocast would, or None for the network's own. If `compile`, `torch.compile` makes one program of all operators
-        with norms and activations folded into convolutions: on a CPU with a C++ compiler, and without `memory`, as
-        nobody foretells what compiling takes. Features then differ in their last digits.
-
-        Raises `ConfigError` for another precision, an unknown device, and where compiling is impossible.
+        autocast would, or None for the network's own. Raises `ConfigError` for what is neither, and for an unknown
+        device.
         """
         if precision not in (None, *_HALF):
             raise ConfigError(f"unknown precision {precision!r}; use one of {', '.join(_HALF)}, or None")
-        if compile:
-            _check_compiler(device, memory)
         self.device, self._budget_bytes = device_for(device), bytes_or_none(memory)
         here = self.device.torch_device
         network = network.eval().requires_grad_(False).to(here)
         self.network = network.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         self.precision = precision
-        self.compiled: Final = compile
-        self._forward: Callable[[torch.Tensor], torch.Tensor] = self.network
-        if compile:
-            self._forward = torch.compile(self.network, dynamic=False, options={"freezing": True})
         self._by_onednn = self.device.is_host and precision is None and onednn_is_faster()
         self._lock: AbstractContextManager[Any] = nullcontext() if self.device.is_host else threading.Lock()
         self._counted: dict[object, tuple[WholeCost, int]] = {}
@@ -106,8 +96,6 @@ class Encoder:
         they are when it is first asked for.
         """
         digest = hashlib.sha256(repr(self.precision).encode())
-        if self.compiled:
-            digest.update(b"compiled")
         for name, module in self.network.named_modules():
             kind = type(module)
             settings = sorted((key, repr(value)) for key, value in vars(module).items() if _is_plain(value))
@@ -157,7 +145,7 @@ class Encoder:
         guard.begin_pass(batches.tile_bytes, 0, batches.largest_bytes)
 
         def compute(start: int) -> tuple[int, Features]:
-            found = self._compute(bag, start, min(start + batches.size, len(bag)), batches.size)
+            found = self._compute(bag, start, min(start + batches.size, len(bag)))
             guard.tile_done()
             return start, found
 
@@ -167,14 +155,12 @@ class Encoder:
         finally:
             guard.close()
 
-    def _compute(self, bag: Bag, start: int, stop: int, size: int) -> Features:
+    def _compute(self, bag: Bag, start: int, stop: int) -> Features:
         patches = read_tensor(bag, start, stop)
-        if self.compiled and len(patches) < size:  # one program is for one size
-            patches = patches[torch.arange(size) % len(patches)]
         linear = LinearByOneDnn() if self._by_onednn else nullcontext()
         with self._lock, torch.no_grad(), self._autocast(self.device.torch_device.type), linear:
             here = patches.to(self.device.torch_device).contiguous(memory_format=torch.channels_last)
-            features = self._forward(here)[: stop - start]
+            features = self.network(here)
             features = features.to(torch.promote_types(features.dtype, torch.float32))  # NumPy has no bfloat16
         found: Features = features.cpu().numpy()
         return found
@@ -238,20 +224,6 @@ class Encoder:
         cost = count_whole(SimpleNamespace(plainly=run, parameters=tuple), ((patches,),), mode, backward=False)
         assert cost is not None  # it has just run
         return cost, found.shape[1]
-
-
-def _check_compiler(device: str | Device, memory: str | int | None) -> None:
-    """Raise `ConfigError` where `torch.compile` cannot be used."""
-    from torch._inductor.cpp_builder import get_cpp_compiler
-
-    if memory is not None:
-        raise ConfigError("compiling takes memory that nobody foretells; leave out memory, or compile")
-    if not (device == "cpu" if isinstance(device, str) else device.is_host):
-        raise ConfigError("encoders are compiled for CPUs alone; leave out compile, or use the device cpu")
-    try:
-        get_cpp_compiler()
-    except Exception as error:
-        raise ConfigError("compiling needs a C++ compiler; install g++, or leave out compile") from error
 
 
 def read_tensor(bag: Bag, start: int, stop: int) -> torch.Tensor:

@@ -20,7 +20,8 @@ _CPUINFO: Final = Path("/proc/cpuinfo")
 @cache
 def onednn_is_faster() -> bool:
     """Say whether this is a processor of AMD with AVX-512, and PyTorch has oneDNN."""
-    capable = torch.backends.mkldnn.is_available() and torch.backends.cpu.get_cpu_capability() == "AVX512"
+    has_onednn = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+    capable = has_onednn and torch.backends.cpu.get_cpu_capability() == "AVX512"
     return capable and hasattr(torch.ops.mkldnn, "_linear_pointwise") and "AuthenticAMD" in _cpuinfo()
 
 
@@ -42,6 +43,7 @@ class LinearByOneDnn(TorchFunctionMode):
     ) -> Any:
         if func is F.linear and not kwargs:
             x, weight, bias = (*args, None)[:3]
-            if all(tensor.dtype == torch.float32 and tensor.device.type == "cpu" for tensor in (x, weight)):
+            alike = all(tensor.dtype == torch.float32 and tensor.device.type == "cpu" for tensor in (x, weight))
+            if alike and weight.ndim == 2:
                 return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
         return func(*args, **(kwargs or {}))
