@@ -6,7 +6,7 @@
 The same patches of one slide (made up, JPEG, 0.5 um/px, unless one is named) through the same encoder, on as many
 threads as PyTorch has (two on two cores). The plain loop is what people write: a data set that reads a patch with
 `read_region` and makes it RGB and a tensor, a DataLoader with two workers, a batch at a time through the encoder. Its
-workers pass on normalised floats, as torchvision's transforms make them, or bytes, which the encoder's first layer
+workers pass on floats, as the encoder's own preprocessing makes them, or bytes, which the encoder's first layer
 normalises. It runs in a process of its own, in which no engine has settled the allocator. Of both kinds, and of several
 sizes of a batch, the fastest counts, by a quarter of the patches; workers have been started before. Then both in turns:
 the best round of each, and the median of each round's ratio. Processor seconds are of all that takes part. With
@@ -39,19 +39,17 @@ from torch.utils.data import DataLoader, Dataset
 
 import gigagrad as gg
 from gigagrad.images.synthetic import make_slide
-from gigagrad.models.networks import IMAGENET_MEAN, IMAGENET_STD
 from gigagrad.prediction import Encoder
 
 WORKERS = 2
 
 
 class Patches(Dataset[Tensor]):
-    """Patches of a slide as OpenSlide reads them: floats that are normalised, or bytes."""
+    """Patches of a slide as OpenSlide reads them: bytes, or floats as the encoder's own preprocessing makes them."""
 
-    def __init__(self, path: Path, corners: Any, size: int, side: int, *, floats: bool) -> None:
-        self.path, self.corners, self.size, self.side, self.floats = path, corners, size, side, floats
+    def __init__(self, path: Path, corners: Any, size: int, side: int, preprocess: nn.Module | None) -> None:
+        self.path, self.corners, self.size, self.side, self.preprocess = path, corners, size, side, preprocess
         self.slide: openslide.OpenSlide | None = None
-        self.mean, self.std = (torch.tensor(each)[:, None, None] for each in (IMAGENET_MEAN, IMAGENET_STD))
 
     def __len__(self) -> int:
         return len(self.corners)
@@ -65,7 +63,7 @@ class Patches(Dataset[Tensor]):
         if region != self.size:
             image = image.resize((self.size, self.size))
         pixels = torch.from_numpy(np.array(image)).permute(2, 0, 1)
-        return (pixels.float() / 255 - self.mean) / self.std if self.floats else pixels.contiguous()
+        return pixels.contiguous() if self.preprocess is None else self.preprocess(pixels[None])[0]
 
 
 def main() -> None:
@@ -140,7 +138,8 @@ def serve(there: Connection, args: argparse.Namespace, corners: Any, side: int) 
     network = encoder_of(args.encoder)
 
     def loop_of(some: Any, size: int, *, floats: bool) -> Callable[[], Tensor]:
-        return plain(network, Patches(args.slide, some, args.size, side, floats=floats), size, args.compile)
+        preprocess = network.get_submodule("preprocess") if floats else None
+        return plain(network, Patches(args.slide, some, args.size, side, preprocess), size, args.compile)
 
     tried = {}
     few = corners[: max(1, len(corners) // 4)]
@@ -162,7 +161,7 @@ def serve(there: Connection, args: argparse.Namespace, corners: Any, side: int) 
 def plain(network: nn.Module, patches: Patches, batch: int, compiled: bool) -> Callable[[], Tensor]:
     """The loop that people write."""
     loader = DataLoader(patches, batch_size=batch, num_workers=WORKERS, persistent_workers=True)
-    module = network.get_submodule("network") if patches.floats else network
+    module = network if patches.preprocess is None else network.get_submodule("network")
     encoder: Callable[[Tensor], Tensor] = module
     if compiled:
         torch._inductor.config.freezing = True
