@@ -50,10 +50,12 @@ def tissue_of(path: Path) -> NDArray[np.bool_]:
 
 def sparse_slide(path: Path, side: int, folder: Path) -> None:
     """Write a slide whose middle is a synthetic one, as large as makes a tenth of it tissue."""
-    trial = folder / "trial.tif"
-    make_slide(trial, height=1024, width=1024, seed=0)
-    inner = round(side * math.sqrt(TISSUE / tissue_of(trial).mean()))
-    make_slide(folder / "inner.tif", height=inner, width=inner, seed=0)
+    make_slide(folder / "trial.tif", height=1024, width=1024, seed=0)
+    share = tissue_of(folder / "trial.tif").mean()
+    for _ in range(2):  # tissue looks otherwise at another size
+        inner = round(side * math.sqrt(TISSUE / share))
+        make_slide(folder / "inner.tif", height=inner, width=inner, seed=0, overwrite=True)
+        share = tissue_of(folder / "inner.tif").mean()
     first = (side - inner) // 2
     with gg.open_image(folder / "inner.tif") as tissue:
 

@@ -7,7 +7,9 @@ from torch import nn
 
 import gigagrad as gg
 from gigagrad.boxes import Box
+from gigagrad.devices.cpu import Cpu
 from gigagrad.errors import ConfigError
+from gigagrad.execution.needed import Within
 from gigagrad.images import Image, open_image
 
 SIDE = 192
@@ -80,12 +82,12 @@ def bytes_first(model):
     return nn.Sequential(Scaled(), model).eval()
 
 
-def deep():
+def far():
     """A network that reads far, so that plans keep fields: at half the size, too."""
     torch.manual_seed(0)
     wide = [layer for _ in range(4) for layer in (nn.Conv2d(16, 16, 7, padding=3), nn.ReLU())]
     half = [nn.Conv2d(16, 16, 2, stride=2), *wide, nn.ConvTranspose2d(16, 16, 2, stride=2)]
-    return bytes_first(nn.Sequential(nn.Conv2d(3, 16, 7, padding=3), *wide, *half, nn.Conv2d(16, 1, 3, padding=1)))
+    return nn.Sequential(nn.Conv2d(3, 16, 7, padding=3), *wide, *half, nn.Conv2d(16, 1, 3, padding=1))
 
 
 @pytest.mark.parametrize("make", [local, Normed, Reversing])
@@ -101,7 +103,7 @@ def test_what_is_wanted_has_the_bits_of_the_whole(make, tile):
 
 def test_a_deep_network_computes_of_its_kept_fields_what_is_read():
     image = Counted(pixels(512, 512))
-    engine = gg.compile(deep(), memory="2 GiB", tile=(32, 32))
+    engine = gg.compile(bytes_first(far()), memory="2 GiB", tile=(32, 32))
     assert len(engine.plan(image).kept) > 2
     whole = engine.forward(image)
     image.read_px = 0
@@ -120,6 +122,71 @@ def test_only_tiles_that_are_read_are_read():
     image.read_px = 0
     engine.forward(image, within=cells)
     assert image.read_px == 22 * 22
+
+
+def one_cell(image):
+    """An engine that plans one tile for an image of 160 x 160 px, and a mask of one cell of 16 x 16."""
+    engine, cells = gg.compile(bytes_first(local()), memory="2 GiB"), np.zeros((10, 10), bool)
+    assert engine.plan(image).tile == (160, 160)
+    cells[4, 7] = True
+    return engine, cells
+
+
+def test_of_a_tile_only_the_part_that_is_wanted_is_computed():
+    image = Counted(pixels(160, 160))
+    engine, cells = one_cell(image)
+    whole = engine.forward(image)
+    image.read_px = 0
+    part = engine.forward(image, within=cells)
+    assert image.read_px == (20 + 6) * (20 + 6)  # rows 60 to 80 and columns 110 to 130, by sixteenths, and a halo of 3
+    there = torch.from_numpy(wanted_at(cells, 160, 160))
+    torch.testing.assert_close(part[..., there], whole[..., there], atol=1e-6, rtol=0)
+    assert part[..., ~there].isnan().all()
+
+
+def test_parts_are_coarser_where_what_they_are_compiled_to_does_not_fit(monkeypatch):
+    image = Counted(pixels(160, 160))
+    engine, cells = one_cell(image)
+    engine.forward(image)
+    image.read_px, asked = 0, []
+
+    def compiled_bytes(self, count, dtypes):
+        asked.append(count)
+        return 0 if len(asked) > 2 else 2**40
+
+    monkeypatch.setattr(Cpu, "compiled_bytes", compiled_bytes)
+    engine.forward(image, within=cells)
+    assert asked == [2, 2, 2]
+    assert image.read_px == (40 + 6) * (80 + 3)  # by quarters: rows 40 to 80 and columns 80 to 160
+
+
+@pytest.mark.parametrize("make", [Normed, Reversing, far])
+def test_parts_are_exact_where_sums_and_kept_fields_come_before(make):
+    image, model = pixels(200, 264) / 255, make().eval().double()
+    whole = gg.compile(model, memory="2 GiB").forward(image)
+    part = gg.compile(model, memory="2 GiB").forward(image, within=corner())
+    there = torch.from_numpy(wanted_at(corner(), *image.shape[1:]))
+    torch.testing.assert_close(part[..., there], whole[..., there], atol=1e-12, rtol=0)
+    assert part[..., ~there].isnan().all()
+
+
+def test_a_part_is_the_smallest_box_of_what_is_wanted():
+    draw = np.random.default_rng(0)
+    for _ in range(200):
+        shape, size = draw.integers(1, 40, 2), draw.integers(1, 60, 2)
+        cells = draw.random(shape) > 0.8
+        wanted = wanted_at(cells, *size)
+        y, x = (np.sort(draw.choice(side + 1, 2, replace=False)) for side in size)
+        box, within = Box(int(y[0]), int(x[0]), int(y[1]), int(x[1])), Within(cells, (1, 1, *size))
+        found = within.hull(box)
+        ys, xs = np.nonzero(wanted[y[0] : y[1], x[0] : x[1]])
+        if found is None:
+            assert not ys.size
+        elif (shape <= size).all():  # of finer cells some are nearest to no pixel
+            assert found == Box(ys.min(), xs.min(), ys.max() + 1, xs.max() + 1).shift(box.y0, box.x0)
+        else:
+            assert found.within(box)
+            assert wanted[found.y0 : found.y1, found.x0 : found.x1].sum() == ys.size
 
 
 def test_nothing_wanted_and_all_of_it():

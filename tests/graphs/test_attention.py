@@ -95,6 +95,17 @@ def test_no_matrix_of_all_pairs(way):
     assert largest(graph) < POSITIONS**2
 
 
+@pytest.mark.parametrize("way", [way for way in WAYS if way not in ("batches", "module")])
+def test_no_copies_of_what_it_reads(way):
+    nodes = captured(WAYS[way]().double()).nodes
+    (attention,) = (node for node in nodes if node.op == "gigagrad.attention")
+    behind, stack = set(), [*attention.operands]
+    while stack:
+        behind.add(i := stack.pop())
+        stack += nodes[i].operands
+    assert "aten.clone.default" not in {nodes[i].op for i in behind}
+
+
 @pytest.mark.parametrize("way", WAYS)
 def test_exact(way):
     torch.manual_seed(0)

@@ -270,8 +270,10 @@ class Engine:
         plan.
 
         `within` is a mask `(rows, columns)` of the whole prediction at any resolution, of tissue for instance. Pixels
-        where its nearest one is 0 are not computed beyond what others read of them: they are NaN, 0 of integers. The
-        others have the bits that they would have without it.
+        where its nearest one is 0 are not computed beyond what others read of them: they are NaN, 0 of integers. Of the
+        plan's tiles only the part around what is wanted is computed: from the same pixels, by the same operators, but
+        kernels may add up in another order in a smaller crop. With `tile=`, tiles are computed whole, and wanted pixels
+        have the bits that they would have without it.
 
         Raises: as `plan`; WriteError if `out` cannot be written.
         """
@@ -386,7 +388,8 @@ class Engine:
     def _delivered(self, graph: Graph, sources: dict[str, Source], out: str | Path | Sink | None, within: Any) -> Any:
         """Return what the sink makes of the output field."""
         node = graph[graph.output]
-        wanted = None if within is None else Within(within, node.shape)
+        forced = self._planner.forces_tiles
+        wanted = None if within is None else Within(within, node.shape, whole_tiles=forced)
         taken = self._taken(node, sources, _sink(out, node, sources), "forward", wanted)
         return tree_unflatten([taken], graph.structure) if out is None and graph.structure is not None else taken
 

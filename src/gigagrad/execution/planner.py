@@ -142,6 +142,11 @@ class Planner:
                 plan = make_plan(problem, memory_format=layout, tiles=(smaller,), kept={}, tried=tried)
         return self._prepared(problem, plan)
 
+    @property
+    def forces_tiles(self) -> bool:
+        """Say whether somebody said what tiles to take."""
+        return self._tile is not None
+
     def finished(self, prepared: Prepared, pass_seconds: tuple[float, ...] | None) -> None:
         """Record that it has run: what it added to the process beside tensors is there, and what its passes took is
         known.

@@ -243,7 +243,7 @@ class Run:
             cotangents[reduction] = torch.zeros_like(self._scalars.values[reduction]) if found is None else found
         for field in segment.kept:
             for gathering in self._graph.gathers(field):
-                whole = self._scalars.cotangent(gathering)
+                whole = self._scalars.take_cotangent(gathering)
                 if whole is not None:
                     node = self._graph[field]
                     whole = as_stored(whole, node, (node.size(0), node.size(1)))

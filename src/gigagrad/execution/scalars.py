@@ -266,6 +266,10 @@ class ScalarGraph:
         """Return what has arrived at a reduction or, in the fields' scale, at a gathered field; None if nothing has."""
         return self._cotangents.get(leaf)
 
+    def take_cotangent(self, leaf: int) -> torch.Tensor | None:
+        """Return the same, and hold it no longer."""
+        return self._cotangents.pop(leaf, None)
+
     def constant_cotangents(self, segment: Segment) -> Values:
         """Return the cotangents of the last segment's reductions where they do not depend on any of its sums."""
         varying = differentiable_reductions(self.graph, segment)

@@ -22,7 +22,7 @@ from gigagrad.execution.executor import Executor
 from gigagrad.execution.gradient_scale import multiplied
 from gigagrad.execution.journal import ChunkRecord, Entry, Journal, first_reached, written
 from gigagrad.execution.layout import aligned
-from gigagrad.execution.needed import Within, blank_of, needed_tiles
+from gigagrad.execution.needed import Within, needed_tiles
 from gigagrad.execution.ordered_sum import OrderedSum
 from gigagrad.execution.prepared import Prepared
 from gigagrad.execution.probes import Probe
@@ -32,7 +32,7 @@ from gigagrad.execution.tile_program import Activations, PassContext, TileInputs
 from gigagrad.plans import Chunks, Segment, TileGeometry, Tiles, estimate
 from gigagrad.plans.plan import amount_of
 from gigagrad.plans.saving import is_saved
-from gigagrad.stores import Quantised, crop_shape
+from gigagrad.stores import Quantised
 from gigagrad.threads import SideThreads
 
 Result = TypeVar("Result")
@@ -93,10 +93,10 @@ class TileLoops:
             self._saved[segment.index, tile.id] = activations
             return {i: share.detach() for i, share in activations.shares.items()}
 
-        def work(item: Item) -> tuple[TileGeometry, Values, torch.Tensor | None]:
+        def work(item: Item) -> tuple[Values, Piece | None]:
             _, tile, inputs = item
             if not self._is_needed(segment, tile):
-                return tile, {}, None if segment.output is None else self._blank(segment.output, tile)
+                return {}, self._piece(segment, tile, None)
             program = programs.at(tile)
             with torch.no_grad():
                 shares = shares_of(tile, inputs.crops)
@@ -104,10 +104,7 @@ class TileLoops:
                     if i in shares:
                         self._buffers.kept[i].write(tile.wanted(i), shares[i])
                 output = None if segment.output is None else shares.get(segment.output)
-                if output is not None and self._within is not None:
-                    assert segment.output is not None
-                    output = self._within.only(tile.wanted(segment.output), output)
-                return tile, program.partial_sums(tile, shares), output
+                return program.partial_sums(tile, shares), self._piece(segment, tile, output)
 
         chunks, own = self._comm.own(step)
         saved = self._to_save(step, chunks, own)
@@ -118,12 +115,11 @@ class TileLoops:
                 record.take(chunk, found)
                 self._tell("forward", len(chunks.tiles(chunk)))
                 continue
-            for tile, sums, output in found:
+            for sums, piece in found:
                 sums_of_chunks.add(chunk, sums)
                 self._tell("forward")
-                if output is not None:
-                    assert segment.output is not None
-                    yield tile.wanted(segment.output), output
+                if piece is not None:
+                    yield piece
             self._journal.write(chunk, record.tensors(chunk))
         return PassResult(step, segment, stores, reduced=sums_of_chunks)
 
@@ -227,15 +223,19 @@ class TileLoops:
         self._saved.clear()
 
     def _is_needed(self, segment: Segment, tile: TileGeometry) -> bool:
-        return self._needed is None or bool(self._needed[segment.index].flat[tile.id])
+        return self._needed is None or tile.id in self._needed[segment.index]
 
-    def _blank(self, output: int, tile: TileGeometry) -> torch.Tensor | None:
-        """Return what stands for a tile of the output that nobody wants; None for an empty one."""
-        node, box = self._graph[output], tile.wanted(output)
-        if box.empty:
+    def _piece(self, segment: Segment, tile: TileGeometry, output: torch.Tensor | None) -> Piece | None:
+        """Return the whole tile of the output field, of which this much was computed; None for an empty one."""
+        if segment.output is None:
             return None
-        shape, device = crop_shape(node.shape, (-2, -1), box), self._prepared.device.torch_device
-        return torch.full(shape, blank_of(node.dtype), dtype=node.dtype, device=device)
+        if self._within is None:
+            return None if output is None else (tile.wanted(segment.output), output)
+        box = self._prepared.grid(segment)[tile.id].wanted(segment.output)
+        if output is not None:
+            return box, self._within.piece(box, tile.wanted(segment.output), output)
+        dtype, device = self._graph[segment.output].dtype, self._prepared.device.torch_device
+        return None if box.empty else (box, self._within.blank(box, dtype, device))
 
     def _to_save(self, step: Tiles, chunks: Chunks, own: range) -> frozenset[int]:
         """Return the tiles whose activations stay until the backward pass: none beside a journal, which has no place
@@ -301,6 +301,9 @@ class TileLoops:
         """Yield what `work` makes of every tile and what it reads, in the order of the chunks."""
         watch = self._watch
         tiles = ((chunk, chunks.tile(position)) for chunk in chosen for position in chunks.tiles(chunk))
+        if self._needed is not None:
+            parts = self._needed[segment.index]
+            tiles = ((chunk, parts.get(tile.id, tile)) for chunk, tile in tiles)
 
         def read_for(numbered: tuple[int, TileGeometry]) -> tuple[TileInputs, bytes]:
             if not self._is_needed(segment, numbered[1]):

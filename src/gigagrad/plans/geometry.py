@@ -124,6 +124,7 @@ class Grid:
         ]
         self.axes = tuple(split(graph[self.reference].size(axis), tile[axis]) for axis in (0, 1))
         self.axis_geometry = lru_cache(maxsize=512)(self._axis_geometry)
+        self._part_geometry = lru_cache(maxsize=512)(self._find_part)
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -136,6 +137,10 @@ class Grid:
     def __getitem__(self, tile_id: int) -> TileGeometry:
         row, column = divmod(tile_id, self.shape[1])
         return TileGeometry(tile_id, self.axis_geometry(0, row), self.axis_geometry(1, column))
+
+    def part(self, tile_id: int, box: Box) -> TileGeometry:
+        """Return a tile whose own share is only a box of it, which is not empty, in pixels of the reference field."""
+        return TileGeometry(tile_id, self._part_geometry(0, box.y), self._part_geometry(1, box.x))
 
     @property
     def middle(self) -> TileGeometry:
@@ -159,7 +164,9 @@ class Grid:
 
     def wanted(self, axis: int, index: int) -> dict[int, Span]:
         """Return the share of every target that the tiles of one row or column of the grid have."""
-        cut = self.axes[axis][index]
+        return self._shares(axis, self.axes[axis][index])
+
+    def _shares(self, axis: int, cut: Span) -> dict[int, Span]:
         total = self.graph[self.reference].size(axis)
         wanted = {}
         for target in self.targets:
@@ -195,6 +202,9 @@ class Grid:
 
     def _axis_geometry(self, axis: int, index: int) -> AxisGeometry:
         return axis_geometry(self._steps[axis], self.wanted(axis, index))
+
+    def _find_part(self, axis: int, cut: Span) -> AxisGeometry:
+        return axis_geometry(self._steps[axis], self._shares(axis, cut))
 
 
 def axis_geometry(steps: list[Step], wanted: dict[int, Span]) -> AxisGeometry:

@@ -8,6 +8,7 @@ cleverer implementation would need.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import partial
 from math import prod
 from weakref import WeakKeyDictionary
@@ -221,8 +222,7 @@ def compiled_convolutions(grid: Grid, *, backward: bool) -> int:
     """Count the kernels that oneDNN's cache comes to hold of a segment: one for every convolution, forward and twice
     backward, in every shape that tiles ask of it.
     """
-    graph = grid.graph
-    calls = [Call(graph[i], graph.operands(graph[i])) for i in grid.segment.fields if lookup(graph[i].op).compiled]
+    calls = _compiled_calls(grid)
     extents: list[list[set[tuple[int, ...]]]] = []
     for axis in (0, 1):
         kernels = partial(_kernels, calls, axis)
@@ -230,6 +230,23 @@ def compiled_convolutions(grid: Grid, *, backward: bool) -> int:
         extents.append([{*asked} - {()} for asked in zip(*by_tile, strict=True)])
     shapes = sum(len(y) * len(x) for y, x in zip(*extents, strict=True))
     return shapes * (3 if backward else 1)
+
+
+def compiled_for_tiles(grid: Grid, tiles: Iterable[TileGeometry]) -> int:
+    """Count the kernels that oneDNN's cache comes to hold of these tiles of a segment, or parts of tiles, forward."""
+    calls, known = _compiled_calls(grid), dict[tuple[int, Span], list[tuple[int, ...]]]()
+
+    def kernels(axis: int, geometry: AxisGeometry) -> list[tuple[int, ...]]:
+        key = axis, geometry.wanted[grid.reference]
+        return known.get(key) or known.setdefault(key, _kernels(calls, axis, geometry))
+
+    asked = {each for tile in tiles for each in enumerate(zip(kernels(0, tile.y), kernels(1, tile.x), strict=True))}
+    return sum(bool(y and x) for _, (y, x) in asked)
+
+
+def _compiled_calls(grid: Grid) -> list[Call]:
+    graph = grid.graph
+    return [Call(graph[i], graph.operands(graph[i])) for i in grid.segment.fields if lookup(graph[i].op).compiled]
 
 
 def _kernels(calls: list[Call], axis: int, tile: AxisGeometry) -> list[tuple[int, ...]]:

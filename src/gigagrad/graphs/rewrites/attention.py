@@ -84,9 +84,23 @@ def _made_by(builder: Builder, value: Ref) -> Node:
     return node
 
 
+def _uncopied(builder: Builder, value: Ref) -> Ref:
+    """Return the value, transposed or not, without copies of it: nothing writes to them, and kernels read rows wherever
+    they lie.
+    """
+    node = builder.node(value)
+    if node.op not in ("aten.clone.default", "aten.transpose.int"):
+        return value
+    copied: Ref = node.arguments["self"]
+    own = _uncopied(builder, copied)
+    if node.op == "aten.clone.default" or own == copied:
+        return own if node.op == "aten.clone.default" else value
+    return builder.aten("transpose.int", own, node.arguments["dim0"], node.arguments["dim1"])
+
+
 def _attention(builder: Builder, query: Ref, key: Ref, value: Ref, scale: float) -> Ref | None:
     """Append attention among whole values; None where it is not that, or saves nothing."""
-    query, key, value = (builder.gather(one) for one in (query, key, value))
+    query, key, value = (builder.gather(_uncopied(builder, one)) for one in (query, key, value))
     nodes = [builder.node(one) for one in (query, key, value)]
     (*batch, rows, width), (*of_keys, columns, same), (*of_values, _, _) = (node.shape for node in nodes)
     if not any(node.whole for node in nodes) or not batch == of_keys == of_values or width != same:
