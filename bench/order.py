@@ -5,7 +5,8 @@
 A step as planned adds tiles up in chunks, chunks in a tree, and what overlaps between chunks in sums of its own. The
 same step with one chunk a segment, whose tiles are added up as they are done, is what is paid without. Counted are the
 bytes that operators move by one worker, of the step and of the pass that order costs most; timed are whole steps
-in turn, by processor time and by the clock, of which the medians count. Prints one JSON line last.
+in turn, by processor time and by the clock, and their longer passes, of which the medians count. Prints one JSON line
+last.
 """
 
 from __future__ import annotations
@@ -42,6 +43,8 @@ NETWORKS = {
     "paper-unet": "paper-unet",
     "Unet(resnet18)": "smp:Unet?encoder_name=resnet18&encoder_weights=none",
 }
+LONG = 0.05
+"""The share of a step from which on a pass is timed by itself."""
 
 
 class Bytes(TorchDispatchMode):
@@ -89,25 +92,29 @@ def changed(run: RankRun, *, workers: int, chunks: int | None = None) -> RankRun
     return dataclasses.replace(run, prepared=planner._prepared(run.prepared.problem, plan))
 
 
-def moved_bytes(run: RankRun) -> tuple[int, dict[str, int]]:
-    """Count the bytes that a step moves, and each of its passes. A step before has set up what is set up once."""
-    counter, passes = Bytes(), dict[str, int]()
+def metered(passes: dict[str, float], meter: Callable[[], float]) -> ExitStack:
+    """Have each pass of steps that run meanwhile note what a meter gained over it."""
 
-    def counting(one_pass: Callable[..., Any]) -> Callable[..., Any]:
+    def metering(one_pass: Callable[..., Any]) -> Callable[..., Any]:
         def run_pass(loops: TileLoops, step: Any, *more: Any) -> Any:
-            before = counter.total
+            before = meter()
             found = yield from one_pass(loops, step, *more)
-            passes[f"{step.segment} {step.phase}"] = counter.total - before
+            passes[f"{step.segment} {step.phase}"] = meter() - before
             return found
 
         return run_pass
 
+    stack = ExitStack()
+    for name in ("forward", "gradients"):
+        stack.enter_context(patch.object(TileLoops, name, metering(getattr(TileLoops, name))))
+    return stack
+
+
+def moved_bytes(run: RankRun) -> tuple[int, dict[str, float]]:
+    """Count the bytes that a step moves, and each of its passes. A step before has set up what is set up once."""
+    counter, passes = Bytes(), dict[str, float]()
     outcome(run, SingleRank())
-    names = ("forward", "gradients")
-    with ExitStack() as stack:
-        for name in names:
-            stack.enter_context(patch.object(TileLoops, name, counting(getattr(TileLoops, name))))
-        stack.enter_context(counter)
+    with metered(passes, lambda: counter.total), counter:
         outcome(run, SingleRank())
     return counter.total, passes
 
@@ -124,23 +131,35 @@ def counted(run: RankRun) -> dict[str, Any]:
     }
 
 
-def timed(run: RankRun, workers: int, rounds: int) -> dict[str, float]:
-    """Time steps of both kinds in turn."""
+def timed(run: RankRun, workers: int, rounds: int) -> dict[str, Any]:
+    """Time steps of both kinds in turn, and the passes of which each takes a twentieth of the step or more."""
     kinds = {"ordered": changed(run, workers=workers), "as_done": changed(run, workers=workers, chunks=1)}
     found: dict[str, list[tuple[float, float]]] = {kind: [] for kind in kinds}
+    passes: dict[str, list[dict[str, float]]] = {kind: [] for kind in kinds}
     for _ in range(rounds + 1):
         for kind, one in kinds.items():
-            with patch("gigagrad.execution.run.Threads", AsDone) if kind == "as_done" else patch.dict({}):
+            passes[kind].append({})
+            as_done = patch("gigagrad.execution.run.Threads", AsDone) if kind == "as_done" else ExitStack()
+            with as_done, metered(passes[kind][-1], time.perf_counter):
                 start = time.perf_counter(), time.process_time()
                 outcome(one, SingleRank())
                 found[kind].append((time.perf_counter() - start[0], time.process_time() - start[1]))
     seconds = {kind: [median(each) for each in zip(*rows[1:], strict=True)] for kind, rows in found.items()}
     (wall, cpu), (wall_as_done, cpu_as_done) = seconds["ordered"], seconds["as_done"]
+    ordered, as_done_passes = (
+        {name: median(one[name] for one in passes[kind][1:]) for name in passes[kind][0]} for kind in kinds
+    )
+    costs = {
+        name: round(ordered[name] / taken - 1, 4)
+        for name, taken in as_done_passes.items()
+        if taken >= LONG * wall_as_done
+    }
     return {
         "seconds": wall,
         "seconds_as_done": wall_as_done,
         "cost_by_the_clock": wall / wall_as_done - 1,
         "cost_in_processor_time": cpu / cpu_as_done - 1,
+        "cost_of_long_passes": costs,
     }
 
 

@@ -23,6 +23,7 @@ from gigagrad.plans import Grid, split_segments
 from gigagrad.plans.memory import (
     _cast_bytes,
     compiled_convolutions,
+    compiled_for_tiles,
     tile_bytes,
     whole_compiled_convolutions,
     whole_field_bytes,
@@ -321,6 +322,7 @@ def test_every_convolution_is_compiled_for_every_shape_of_its_crop(graphs, name,
                         crops[i] = torch.zeros((*graph[i].shape[:-2], *box.shape), dtype=graph[i].dtype)
                 programs.at(grid[index]).run(grid[index], crops, boundary)
         assert compiled_convolutions(grid, backward=False) == len(shapes.seen)
+        assert compiled_for_tiles(grid, (grid[index] for index in range(len(grid)))) == len(shapes.seen)
         assert compiled_convolutions(grid, backward=True) == 3 * len(shapes.seen)
 
 

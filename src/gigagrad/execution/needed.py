@@ -25,7 +25,7 @@ _FINEST: Final = 16
 """A tile is computed in so many parts of its side, or fewer where what they are compiled to would not fit."""
 
 Needed = dict[int, dict[int, TileGeometry]]
-"""What is computed, by segment and tile: all of a tile or a part of it."""
+"""The tiles that are computed, by segment and number: each whole, or cropped."""
 
 
 class Within:
@@ -48,7 +48,8 @@ class Within:
         rows, columns = (self._nearest(axis, span) for axis, span in enumerate((box.y, box.x)))
         cells, spans = self._cells[rows[0] : rows[-1] + 1, columns[0] : columns[-1] + 1], []
         for axis, nearest in enumerate((rows, columns)):
-            (wanted,) = np.nonzero(cells.any(1 - axis)[nearest - nearest[0]])
+            lines: NDArray[np.bool_] = np.asarray(cells.any(1 - axis))
+            (wanted,) = np.nonzero(lines[nearest - nearest[0]])
             if not wanted.size:
                 return None
             spans.append(Span(int(wanted[0]), int(wanted[-1]) + 1))
@@ -119,9 +120,9 @@ def _needed(prepared: Prepared, within: Within, parts: int) -> Needed:
                     hulls[tile, field] = box if known is None else known.hull(box)
         found = dict[int, Box]()
         for (tile, field), box in hulls.items():
-            part = _part(grid, tile, field, box, parts)
-            found[tile] = part.hull(found.get(tile, part))
-        needed[segment.index] = {tile: grid.part(tile, part) for tile, part in found.items()}
+            crop = _cropped(grid, tile, field, box, parts)
+            found[tile] = crop.hull(found.get(tile, crop))
+        needed[segment.index] = {tile: grid.cropped(tile, crop) for tile, crop in found.items()}
     return needed
 
 
@@ -141,7 +142,7 @@ def _shares(grid: Grid, field: int, boxes: Iterator[Box]) -> Iterator[tuple[int,
                     yield row * grid.shape[1] + column, share
 
 
-def _part(grid: Grid, tile: int, field: int, box: Box, parts: int) -> Box:
+def _cropped(grid: Grid, tile: int, field: int, box: Box, parts: int) -> Box:
     """Return the part of a tile that computes a box of one of its fields, in pixels of the reference field."""
     here, there = ((grid.graph[i].size(0), grid.graph[i].size(1)) for i in (field, grid.reference))
     box, steps, place = box.resized(here, there), lattice(grid.graph, grid.segment), divmod(tile, grid.shape[1])

@@ -43,6 +43,9 @@ from gigagrad.ranks import Ranks, SingleRank
 from gigagrad.stores import Quantised
 from gigagrad.threads import SideThreads, uninterrupted
 
+_LARGE_BYTES = 16 * 2**20
+"""Whole fields from this size on take longer than freed memory takes to be given back and taken again."""
+
 
 class Run:
     """One forward, or forward and backward, of one image. `stored` looks up parameters and buffers.
@@ -109,6 +112,8 @@ class Run:
         """Seconds that each pass took, once `run` is over; None where chunks of it were in the journal, and in a
         stream: whoever takes the pieces has a part in that."""
         self._index, self._started = 0, False
+        large = any(node.whole and node.nbytes >= _LARGE_BYTES for node in prepared.graph.nodes)
+        self._makes_room = large and device.is_host
         self._result: PassResult | None = None
         self._totals: tuple[Values, Values] = ({}, {})
         """Sums of gradients and of reductions, once ranks have joined them, until something is made of them."""
@@ -301,6 +306,8 @@ class Run:
 
     def _backward_from(self, level: int) -> None:
         """Run the scalars backward; the gradients of what whole-field operators read are new, all at once."""
+        if self._makes_room:  # what tiles left lies under the peak
+            self._prepared.device.trim()
         self._watch.reserve(self._scalars.coming_bytes)
         self._scalars.backward_from(level)
 

@@ -124,7 +124,7 @@ class Grid:
         ]
         self.axes = tuple(split(graph[self.reference].size(axis), tile[axis]) for axis in (0, 1))
         self.axis_geometry = lru_cache(maxsize=512)(self._axis_geometry)
-        self._part_geometry = lru_cache(maxsize=512)(self._find_part)
+        self._cropped_axis = lru_cache(maxsize=512)(self._find_cropped_axis)
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -138,9 +138,9 @@ class Grid:
         row, column = divmod(tile_id, self.shape[1])
         return TileGeometry(tile_id, self.axis_geometry(0, row), self.axis_geometry(1, column))
 
-    def part(self, tile_id: int, box: Box) -> TileGeometry:
+    def cropped(self, tile_id: int, box: Box) -> TileGeometry:
         """Return a tile whose own share is only a box of it, which is not empty, in pixels of the reference field."""
-        return TileGeometry(tile_id, self._part_geometry(0, box.y), self._part_geometry(1, box.x))
+        return TileGeometry(tile_id, self._cropped_axis(0, box.y), self._cropped_axis(1, box.x))
 
     @property
     def middle(self) -> TileGeometry:
@@ -203,7 +203,7 @@ class Grid:
     def _axis_geometry(self, axis: int, index: int) -> AxisGeometry:
         return axis_geometry(self._steps[axis], self.wanted(axis, index))
 
-    def _find_part(self, axis: int, cut: Span) -> AxisGeometry:
+    def _find_cropped_axis(self, axis: int, cut: Span) -> AxisGeometry:
         return axis_geometry(self._steps[axis], self._shares(axis, cut))
 
 
