@@ -184,4 +184,4 @@ def test_spans_that_are_remembered_are_told_apart_by_shapes_and_dtypes(graph_of)
     for axis, steps in enumerate(remembered_steps(graph)):
         for node in (graph[i] for i in steps if graph[i].op.startswith("aten.conv2d")):
             call, out = Call(node, graph.operands(node)), Span(11, 20)
-            assert steps[node.id][2](out) == lookup(node.op).needs(call, axis, out)
+            assert steps[node.id][2].ask(out) == lookup(node.op).needs(call, axis, out)

@@ -8,8 +8,8 @@ wants of its targets, the spans of all other fields follow backwards through the
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import lru_cache, partial
+from dataclasses import dataclass, field
+from functools import lru_cache
 from itertools import repeat
 
 from gigagrad.boxes import Box, Span, split
@@ -69,8 +69,28 @@ class TileGeometry:
         return (self.y.spans[node_id], self.x.spans[node_id]), operands
 
 
-Step = tuple[int, tuple[int, ...], Callable[[Span], tuple[Span | None, ...]]]
-"""One field of a walk along one axis, its operands, and a function that leads from its span to theirs."""
+@dataclass(slots=True)
+class Needs:
+    """Answers which spans one operator needs of its operands along one axis, and remembers its answers."""
+
+    call: Call
+    axis: int
+    known: dict[Span, tuple[Span | None, ...]] = field(default_factory=dict)
+
+    def ask(self, out: Span) -> tuple[Span | None, ...]:
+        """Ask the operator's rule what an output span needs, check that, and remember it."""
+        needs = lookup(self.call.node.op).needs(self.call, self.axis, out)
+        for operand, need in zip(self.call.operands, needs, strict=True):
+            inside = need is None or 0 <= need.start < need.stop <= operand.size(self.axis)
+            assert inside, (self.call.node.op, out, need)
+        if len(self.known) == _MOST_ANSWERS:
+            self.known.clear()
+        self.known[out] = needs
+        return needs
+
+
+Step = tuple[int, tuple[int, ...], Needs]
+"""One field of a walk along one axis, its operands, and what leads from its span to theirs."""
 
 
 def remembered_steps(graph: Graph) -> tuple[dict[int, Step], ...]:
@@ -78,14 +98,14 @@ def remembered_steps(graph: Graph) -> tuple[dict[int, Step], ...]:
     while segments and their tiles are compared: most of them are asked for the same spans again, and operators that
     differ in what they read alone need the same. These are so few that they take some megabytes for a graph.
     """
-    answers: dict[tuple[object, ...], Callable[[Span], tuple[Span | None, ...]]] = {}
+    answers: dict[tuple[object, ...], Needs] = {}
 
     def step(node: Node, axis: int) -> Step:
         call = Call(node, graph.operands(node))
         form = tuple((one.shape, one.axes, one.patches, one.dtype) for one in (node, *call.operands))
         kind = (node.op, axis, form, repr([fill(value, repeat(None)) for value in node.arguments.values()]))
         if kind not in answers:
-            answers[kind] = lru_cache(maxsize=_MOST_ANSWERS)(partial(_needs, call, axis))
+            answers[kind] = Needs(call, axis)
         return node.id, node.operands, answers[kind]
 
     computed = [node for node in graph.nodes if node.is_field and not is_read(graph, node.id)]
@@ -94,16 +114,7 @@ def remembered_steps(graph: Graph) -> tuple[dict[int, Step], ...]:
 
 def _step(graph: Graph, node_id: int, axis: int) -> Step:
     node = graph[node_id]
-    return node_id, node.operands, partial(_needs, Call(node, graph.operands(node)), axis)
-
-
-def _needs(call: Call, axis: int, out: Span) -> tuple[Span | None, ...]:
-    """Return the spans that an operator's row asks for, checked."""
-    needs = lookup(call.node.op).needs(call, axis, out)
-    for operand, need in zip(call.operands, needs, strict=True):
-        inside = need is None or 0 <= need.start < need.stop <= operand.size(axis)
-        assert inside, (call.node.op, out, need)
-    return needs
+    return node_id, node.operands, Needs(Call(node, graph.operands(node)), axis)
 
 
 class Grid:
@@ -211,11 +222,11 @@ def axis_geometry(steps: list[Step], wanted: dict[int, Span]) -> AxisGeometry:
     """Walk the fields backwards (in reverse topological order), widening each to what its readers need."""
     spans = {target: span for target, span in wanted.items() if not span.empty}
     operand_spans: dict[int, tuple[Span | None, ...]] = {}
-    for node_id, operands, step_needs in steps:
+    for node_id, operands, answers in steps:
         out = spans.get(node_id)
         if out is None:
             continue
-        operand_spans[node_id] = needs = step_needs(out)
+        operand_spans[node_id] = needs = answers.known.get(out) or answers.ask(out)
         for operand, need in zip(operands, needs, strict=True):
             if need is not None:
                 known = spans.get(operand)

@@ -9,11 +9,14 @@ cleverer implementation would need.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from functools import partial
 from math import prod
 from weakref import WeakKeyDictionary
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from gigagrad.boxes import Span
 from gigagrad.graphs import GATHER, MOMENTS, SCATTER, Call, Graph, Layout, Node, lookup
@@ -21,10 +24,25 @@ from gigagrad.graphs.op_rules import Saved, registered
 from gigagrad.plans.geometry import AxisGeometry, Grid, TileGeometry
 from gigagrad.plans.segments import Segment, summed_globals
 
-_Lives = tuple[dict[int, int], dict[int, list[int]], frozenset[int], list[int]]
-"""Number of readers of each crop, what autograd releases behind the backward of each operator, all of the latter, and
-the operators that take a workspace."""
-_LIVES: WeakKeyDictionary[Graph, dict[tuple[int, ...], _Lives]] = WeakKeyDictionary()
+
+@dataclass(frozen=True, slots=True)
+class _Lives:
+    """What a tile allocates and releases, in order: entries of `fields`, then of `working`, with their factors."""
+
+    fields: tuple[int, ...]
+    """The crops that there are."""
+    working: tuple[int, ...]
+    """The operators that take a workspace."""
+    entries: NDArray[np.intp]
+    factors: NDArray[np.int64]
+    """How many times its bytes an entry takes; negative: gives back."""
+    forward: int
+    """The number of entries until the forward is through."""
+    let_go: tuple[int, ...]
+    """Places of the crops that are gone by then beside those."""
+
+
+_LIVES: WeakKeyDictionary[Graph, dict[tuple[object, ...], _Lives]] = WeakKeyDictionary()
 """Lives of crops by graph and the operators that run: asked for with every tile shape."""
 
 
@@ -54,46 +72,18 @@ def tile_bytes(
     its `crop_sizes`, where they are known.
     """
     size = crop_sizes(graph, segment, tile) if size is None else size
-    nodes, reads = graph.nodes, graph.reads
-    run = tuple(i for i in segment.fields if size[i])
-    counts, released, saved, working = _lives(graph, run)
-    stays, pending = {*segment.reads, *(saved if backward else ())}, dict(counts)
-    workspace = dict.fromkeys(run, 0) | {i: workspace_bytes(graph, tile, i) for i in working}
+    run = tuple([i for i in segment.fields if size[i]])
+    lives = _lives(graph, segment, run, backward=backward)
+    crops = [size[i] for i in lives.fields]
+    workspaces = [workspace_bytes(graph, tile, i) for i in lives.working]
     if rounds:  # beside the values, packed ones and what comes back of them
-        workspace |= {i: max(workspace[i], 2 * size[i]) for i in run if i in segment.kept}
-
-    live = sum(size[i] for i in segment.reads)
-    peak = live
-    for node_id in run:
-        live += size[node_id]
-        peak = max(peak, live + workspace[node_id])
-        for operand in reads[node_id]:
-            pending[operand] -= 1
-            if not pending[operand] and operand not in stays:
-                live -= size[operand]
-    if not backward:
-        return peak, 0
-    # Images that no operator saves are gone by then.
-    between = live - sum(size[i] for i in segment.reads if i not in saved and not nodes[i].differentiable)
-
-    cotangents: dict[int, int] = {i: size[i] for i in run if i not in pending and nodes[i].differentiable}
-    waiting = sum(cotangents.values())
-    # A moment's gradient is made of a few passes over its field, before anything else is pulled back.
-    moments = [graph[r].operands[0] for r in segment.reductions if graph[r].op == MOMENTS and graph[r].differentiable]
-    passes = [3 * size.get(i, 0) * max(1, 4 // graph[i].dtype.itemsize) for i in moments]
-    peak = max(peak, live + waiting + max(passes, default=0))
-    for node_id in reversed(run):
-        if not nodes[node_id].differentiable:
-            continue
-        flows = [i for i in reads[node_id] if nodes[i].differentiable]
-        # Where another reader has given its share already, the new contribution exists beside it for a moment.
-        fresh = sum(size.get(i, 0) for i in flows if i in cotangents)
-        first = {i: size.get(i, 0) for i in flows if i not in cotangents}
-        cotangents |= first
-        waiting += sum(first.values())
-        peak = max(peak, live + waiting + fresh + workspace[node_id])
-        waiting -= cotangents.pop(node_id, 0)
-        live -= sum(size[i] for i in released.get(node_id, ()) if i not in segment.reads)
+        workspaces = [
+            max(nbytes, 2 * size[i] * (i in segment.kept)) for nbytes, i in zip(workspaces, lives.working, strict=True)
+        ]
+    nbytes = np.array([*crops, *workspaces], np.int64)
+    held = np.cumsum(nbytes[lives.entries] * lives.factors)
+    peak = int(held.max(initial=0))
+    between = int(held[lives.forward - 1]) - sum(crops[place] for place in lives.let_go) if backward else 0
     return peak, between
 
 
@@ -279,14 +269,63 @@ def _reader_counts(graph: Graph, run: tuple[int, ...]) -> dict[int, int]:
     return counts
 
 
-def _lives(graph: Graph, run: tuple[int, ...]) -> _Lives:
+def _lives(graph: Graph, segment: Segment, run: tuple[int, ...], *, backward: bool) -> _Lives:
     known = _LIVES.setdefault(graph, {})
-    if run not in known:
-        released = _released(graph, run)
-        saved = frozenset(i for crops in released.values() for i in crops)
-        working = [i for i in run if lookup(graph[i].op).takes_workspace]
-        known[run] = _reader_counts(graph, run), released, saved, working
-    return known[run]
+    key = run, segment.reads, segment.reductions, segment.kept, backward
+    if key not in known:
+        known[key] = _simulated(graph, segment, run, backward=backward)
+    return known[key]
+
+
+def _simulated(graph: Graph, segment: Segment, run: tuple[int, ...], *, backward: bool) -> _Lives:
+    """Simulate one tile: what is allocated, before what is released at the same moment."""
+    nodes, reads, fields = graph.nodes, graph.reads, (*segment.reads, *run)
+    working = tuple(i for i in run if lookup(nodes[i].op).takes_workspace or i in segment.kept)
+    crop = {i: place for place, i in enumerate(fields)}
+    workspace = {i: [(len(fields) + place, 1)] for place, i in enumerate(working)}
+    events = [(crop[i], 1) for i in segment.reads]
+
+    def briefly(taken: list[tuple[int, int]]) -> None:
+        events.extend([*taken, *((entry, -factor) for entry, factor in taken)])
+
+    released = _released(graph, run)
+    saved = {i for crops in released.values() for i in crops}
+    pending, stays = _reader_counts(graph, run), {*segment.reads, *(saved if backward else ())}
+    unread = [i for i in run if i not in pending]
+    for node_id in run:
+        events.append((crop[node_id], 1))
+        briefly(workspace.get(node_id, []))
+        for operand in reads[node_id]:
+            pending[operand] -= 1
+            if not pending[operand] and operand in crop and operand not in stays:
+                events.append((crop[operand], -1))
+    forward = len(events)
+    # Images that no operator saves are gone by then.
+    let_go = tuple(crop[i] for i in segment.reads if i not in saved and not nodes[i].differentiable)
+    if backward:
+        cotangents = {i for i in unread if nodes[i].differentiable}
+        events += [(crop[i], 1) for i in cotangents]
+        # A moment's gradient is made of a few passes over its field, before anything else is pulled back.
+        for reduction in segment.reductions:
+            field = graph[reduction].operands[0]
+            if graph[reduction].op == MOMENTS and graph[reduction].differentiable and field in crop:
+                briefly([(crop[field], 3 * max(1, 4 // graph[field].dtype.itemsize))])
+        for node_id in reversed(run):
+            if not nodes[node_id].differentiable:
+                continue
+            flows = [i for i in reads[node_id] if nodes[i].differentiable and i in crop]
+            first = [i for i in flows if i not in cotangents]
+            events += [(crop[i], 1) for i in first]
+            # Where another reader has given its share already, the new contribution exists beside it for a moment.
+            fresh = [(crop[i], 1) for i in flows if i in cotangents]
+            briefly([*fresh, *workspace.get(node_id, [])])
+            cotangents.update(first)
+            if node_id in cotangents:
+                cotangents.discard(node_id)
+                events.append((crop[node_id], -1))
+            events += [(crop[i], -1) for i in released.get(node_id, ()) if i not in segment.reads]
+    entries, factors = np.array(events, np.int64).reshape(-1, 2).T
+    return _Lives(fields, working, entries, factors, forward, let_go)
 
 
 def _savers(graph: Graph, node_id: int) -> set[int]:

@@ -149,9 +149,9 @@ class Convolution(WindowRule):
 
     def needs(self, call: Call, axis: int, out: Span) -> tuple[Span | None, ...]:
         """Return the window's span, along x a multiple of the pixels that are one, as far as there are so many."""
-        reads = self.window(call, axis).reads(out)
-        more = self._columns(call, out) - reads.length if axis == 1 else 0
-        wanted = Span(reads.start, reads.stop + more)
+        wanted = self.window(call, axis).reads(out)
+        if axis == 1 and _outputs_as_one(call):
+            wanted = Span(wanted.start, wanted.start + self._columns(call, out))
         return per_operand(call, lambda field: inside_or_nearest(wanted, field.size(axis)))
 
     def _columns(self, call: Call, out: Span) -> int:
