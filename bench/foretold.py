@@ -1,6 +1,6 @@
 """How well plans foretell the time of steps of 20 networks that the cost model was not fitted on.
 
-    python bench/foretold.py [--rounds 3] [--only NAME] [--size 512 768]
+    python bench/foretold.py [--rounds 3] [--only NAME ...] [--size 512 768]
 
 Each network takes training steps on noise, in a process of its own; `planned` is what the cost model predicts (not
 tiles that were timed) over the fastest step. Run `gigagrad calibrate` before, on a quiet machine: without it the rates
@@ -37,7 +37,7 @@ NETWORKS = (
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--only", default="")
+    parser.add_argument("--only", nargs="+", default=[""], metavar="NAME", help="parts of names")
     parser.add_argument("--size", type=int, nargs=2, default=[512, 768], metavar=("HEIGHT", "WIDTH"))
     parser.add_argument("--case", help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -48,7 +48,7 @@ def main() -> None:
         return
     cases = []
     for name in NETWORKS:
-        if args.only in name:
+        if any(part in name for part in args.only):
             more = ["--case", name, "--rounds", str(args.rounds), "--size", *map(str, args.size)]
             done = subprocess.run([sys.executable, __file__, *more], stdout=subprocess.PIPE, text=True, check=True)
             cases.append(json.loads(done.stdout.splitlines()[-1]))

@@ -25,6 +25,7 @@ import torch
 from gigagrad.devices.gpus import CARDS, MIDDLING, find_card
 from gigagrad.errors import ConfigError, GigagradError
 from gigagrad.files import read_record, write_json
+from gigagrad.work import Work
 
 _LARGEST_CACHE_BYTES = 32 * 2**20
 _CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
@@ -39,8 +40,10 @@ read, and the last one added up, by one thread."""
 _QUICK_PAGES_BYTES, _LATER_PAGES = 4e9, 1.5
 """After so many bytes new pages take so much longer: a step of Unet(resnet34) at 1024 px maps 3.6 GB and takes 0.9 s
 more than its operators, at 2048 px it maps 16.1 GB and takes 15.8 s more."""
-_NEW_PAGES_BYTES_PER_SECOND = 2.5e9
-"""The rate at which the system clears new memory (docs/decisions/0018-large-blocks.md)."""
+
+
+CALLS_OF_A_PASS: Final = 25
+"""Calls of operators that take a GPU's host as long as a pass beside its tiles."""
 
 
 class ProfileError(GigagradError):
@@ -51,7 +54,7 @@ class ProfileError(GigagradError):
 class Machine:
     """The machine as the cost model knows it. Rates are of one thread unless they say otherwise."""
 
-    profile_format: ClassVar[str] = "gigagrad machine profile 9"
+    profile_format: ClassVar[str] = "gigagrad machine profile 10"
     """The format's name, which changes with the meaning of the rates, so that an older profile is measured again."""
     calibrate_command: ClassVar[str] = "gigagrad calibrate"
 
@@ -65,8 +68,22 @@ class Machine:
     """Bytes in and out of an operator whose values stay in the cache."""
     memory_bytes_per_second: float = 12e9
     """Bytes in and out of an operator whose values do not stay in the cache."""
+    reordered_bytes_per_second: float = 5e9
+    """Bytes in and out of a convolution: its library brings them into a layout of its own."""
+    channelwise_flops_per_second: float = 7e9
+    """The rate of convolutions of a channel by itself."""
+    statistics_bytes_per_second: float = 2.5e9
+    """Bytes in and out of what finds means and variances."""
+    window_bytes_per_second: float = 0.6e9
+    """Bytes in and out of a pool."""
+    new_bytes_per_second: float = 2.5e9
+    """The rate at which the system clears new memory, for all threads (docs/decisions/0018-large-blocks.md)."""
     seconds_per_operator: float = 60e-6
     """The cost of a call of an operator on a tile beside its work."""
+    seconds_per_tile: float = 0.3e-3
+    """The cost of a tile beside calls of operators on fields: crops, sums, moments and their gradients."""
+    seconds_per_pass: float = 1.5e-3
+    """The cost of a pass beside its tiles, whoever computes these (`bench/beside_plain.py`)."""
     shared_efficiency: float = 0.9
     """The gain of each further thread when threads share the work of a tile's operators, if it is enough."""
     side_by_side_efficiency: float = 1.0
@@ -149,11 +166,22 @@ class Machine:
         """Return the rate of as much reading as writing."""
         return 2 / (1 / self.disk_read_bytes_per_second + 1 / self.disk_write_bytes_per_second)
 
-    def operator_seconds(self, moved_bytes: float, flops: float) -> float:
-        """Estimate one call by one thread that moves so many bytes in and out."""
-        cached = moved_bytes <= self.cache_bytes // 2
-        rate = self.cached_bytes_per_second if cached else self.memory_bytes_per_second
-        return self.seconds_per_operator + moved_bytes / rate + flops / self.flops_per_second
+    def operator_seconds(
+        self, moved_bytes: float, flops: float, work: Work = Work.VALUES, *, cached: bool = True
+    ) -> float:
+        """Estimate one call by one thread that moves so many bytes in and out; `cached` they may be in the cache."""
+        products = self.flops_per_second
+        if work is Work.VALUES:
+            cached = cached and moved_bytes <= self.cache_bytes // 2
+            rate = self.cached_bytes_per_second if cached else self.memory_bytes_per_second
+        elif work is Work.STATISTICS:
+            rate = self.statistics_bytes_per_second
+        elif work is Work.WINDOWS:
+            rate = self.window_bytes_per_second
+        else:
+            rate = self.reordered_bytes_per_second
+            products = self.channelwise_flops_per_second if work is Work.CHANNELWISE else products
+        return self.seconds_per_operator + moved_bytes / rate + flops / products
 
     def wall_seconds(self, seconds: float, calls: float, workers: int, tile_count: int) -> float:
         """Estimate, by the clock, a pass that takes one thread so long, with so many calls of operators. Threads share
@@ -174,13 +202,13 @@ class Machine:
         """Return this machine where it replays recorded steps."""
         return self
 
-    def host_seconds(self, tiles: float) -> float:
-        """Estimate what a host does for so many tiles beside calling their operators. A processor's calls count it."""
-        return 0.0
+    def host_seconds(self, tiles: float = 0) -> float:
+        """Estimate what a pass takes beside the operators of its tiles, of which a rank has so many."""
+        return self.seconds_per_pass + tiles * self.seconds_per_tile
 
     def page_seconds(self, nbytes: float) -> float:
         """Estimate, by the clock, touching so many bytes for the first time."""
-        return nbytes / _NEW_PAGES_BYTES_PER_SECOND
+        return nbytes / self.new_bytes_per_second
 
     def block_seconds(self, nbytes: float) -> float:
         """Estimate, by the clock, touching so many bytes in blocks that are taken from the system one by one, written
@@ -207,7 +235,7 @@ class Gpu(Machine):
     The typical rates are those of an H200 beside a fast processor (docs/performance.md).
     """
 
-    profile_format: ClassVar[str] = "gigagrad GPU profile 1"
+    profile_format: ClassVar[str] = "gigagrad GPU profile 2"
     calibrate_command: ClassVar[str] = "gigagrad calibrate --device cuda"
 
     card: str = ""
@@ -216,12 +244,18 @@ class Gpu(Machine):
     """The rate of convolutions of 64 channels, forward and backward, in float32 as PyTorch's flags have it."""
     few_channels_flops_per_second: float = 25e12
     """The rate of convolutions of 16 channels."""
+    channelwise_flops_per_second: float = 25e12
     cached_bytes_per_second: float = 3.4e12
     memory_bytes_per_second: float = 3.4e12
+    reordered_bytes_per_second: float = 3.4e12
+    statistics_bytes_per_second: float = 3.4e12
+    window_bytes_per_second: float = 3.4e12
+    new_bytes_per_second: float = 3.4e12
     seconds_per_operator: float = 40e-6
     """The host's cost of a call of an operator."""
     seconds_per_tile: float = 2.5e-3
     """The host's cost of a tile beside calls of operators on fields: crops, sums, moments and their gradients."""
+    seconds_per_pass: float = CALLS_OF_A_PASS * 40e-6
     copy_bytes_per_second: float = 15e9
     """The rate of fields that move to or from the host's memory."""
 
@@ -238,8 +272,8 @@ class Gpu(Machine):
             card=name,
             flops_per_second=many,
             few_channels_flops_per_second=few,
-            cached_bytes_per_second=moved,
-            memory_bytes_per_second=moved,
+            channelwise_flops_per_second=few,
+            **dict.fromkeys(BYTE_RATES, moved),
         )
 
     @classmethod
@@ -284,14 +318,19 @@ class Gpu(Machine):
     def replaying(self) -> Self:
         # Then kernels follow one another by themselves, and none takes less than its start.
         return dataclasses.replace(
-            self, seconds_per_operator=_SECONDS_PER_KERNEL, seconds_per_tile=_KERNELS_OF_A_TILE * _SECONDS_PER_KERNEL
+            self,
+            seconds_per_operator=_SECONDS_PER_KERNEL,
+            seconds_per_tile=_KERNELS_OF_A_TILE * _SECONDS_PER_KERNEL,
+            seconds_per_pass=CALLS_OF_A_PASS * _SECONDS_PER_KERNEL,
         )
 
-    def operator_seconds(self, moved_bytes: float, flops: float) -> float:
-        work = moved_bytes / self.memory_bytes_per_second
+    def operator_seconds(
+        self, moved_bytes: float, flops: float, work: Work = Work.VALUES, *, cached: bool = True
+    ) -> float:
+        seconds = moved_bytes / self.memory_bytes_per_second
         if flops:
-            work += flops / self._product_rate(flops / max(moved_bytes, 1.0))
-        return max(self.seconds_per_operator, work)
+            seconds += flops / self._product_rate(flops / max(moved_bytes, 1.0))
+        return max(self.seconds_per_operator, seconds)
 
     def _product_rate(self, flops_per_byte: float) -> float:
         few, many = self.few_channels_flops_per_second, self.flops_per_second
@@ -300,9 +339,6 @@ class Gpu(Machine):
         share = min(1.0, math.log(flops_per_byte / _FEW_CHANNELS) / math.log(_MANY_CHANNELS / _FEW_CHANNELS))
         return few * math.exp(share * math.log(many / few))
 
-    def host_seconds(self, tiles: float) -> float:
-        return tiles * self.seconds_per_tile
-
     def page_seconds(self, nbytes: float) -> float:
         return 0.0
 
@@ -310,6 +346,15 @@ class Gpu(Machine):
         return 0.0
 
 
+BYTE_RATES: Final = (
+    "cached_bytes_per_second",
+    "memory_bytes_per_second",
+    "reordered_bytes_per_second",
+    "statistics_bytes_per_second",
+    "window_bytes_per_second",
+    "new_bytes_per_second",
+)
+"""The rates of bytes in and out of operators, which are one on a GPU."""
 _FEW_CHANNELS, _MANY_CHANNELS = 36.0, 144.0
 """Operations per byte of a 3 x 3 convolution of 16 and of 64 channels."""
 _MEMORY_SHARE: Final = 0.7
@@ -323,7 +368,13 @@ _SECONDS_PER_KERNEL: Final = 3e-6
 """The least that a kernel takes in a CUDA graph."""
 _KERNELS_OF_A_TILE: Final = 50
 """Kernels of a tile beside its operators on fields, about: crops, sums, moments and their gradients."""
-_MAY_BE_ZERO = ("shared_efficiency", "side_by_side_efficiency", "codec_bytes_per_second", "seconds_per_tile")
+_MAY_BE_ZERO = (
+    "shared_efficiency",
+    "side_by_side_efficiency",
+    "codec_bytes_per_second",
+    "seconds_per_tile",
+    "seconds_per_pass",
+)
 _LEAST_RATE, _MOST_RATE = 1e-12, 1e18
 """The bounds of rates: what is beyond them was not measured, and a file may hold any number."""
 _MOST_THREADS = 4096

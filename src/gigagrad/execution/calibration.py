@@ -26,11 +26,11 @@ from torch import nn
 from gigagrad.boxes import Box
 from gigagrad.devices import Device, device_for
 from gigagrad.devices.heap import return_freed_memory, settle_allocator
-from gigagrad.devices.machine import Gpu, Machine, cache_bytes, profile_path, write_profile
+from gigagrad.devices.machine import BYTE_RATES, CALLS_OF_A_PASS, Gpu, Machine, cache_bytes, profile_path, write_profile
 from gigagrad.errors import ConfigError
 from gigagrad.events import Events, JobAdvanced, JobFinished, JobStarted, Listener
 from gigagrad.execution.compiling import compile
-from gigagrad.plans.cost import Costs, seconds_beside_tiles
+from gigagrad.plans.cost import Costs
 from gigagrad.stores import Blosc, DiskStore, FieldSpec, Scratch
 from gigagrad.stores.disk import MOST_BYTES
 from gigagrad.stores.host import HostStore
@@ -43,7 +43,14 @@ _ROUNDS = 5
 _FIELD_CHANNELS, _FIELD_TILE_PX = 32, 256
 """Channels and tile side of a field as deep networks keep them."""
 _CHANNELS, _SIDE_PX = 64, 128
-"""Channels and side of the convolution that is timed."""
+"""Channels and side of the convolution that is timed, of norms and of pools."""
+_SHALLOW, _DEEP = 16, 96
+"""Channels of the convolution of one pixel by which moving values is timed, in and out; convolutions channel by channel
+have as many as go out."""
+_LEAST_SHARE = 0.1
+"""The least part of a time that one of two causes is taken for, however timings scatter."""
+_NEW_BLOCKS, _NEW_BLOCK_BYTES = 32, 4 * 2**20
+"""Blocks of new memory that are written, below the size from which they are mapped one by one."""
 _LAYERS = 8
 """Layers of the chain on which threads are compared."""
 _TILES, _TILE_PX, _OPERATORS = 64, 8, 40
@@ -66,6 +73,7 @@ _ONLY_CALLS = Gpu(
     memory_bytes_per_second=_ENDLESS,
     seconds_per_operator=1.0,
     seconds_per_tile=0.0,
+    seconds_per_pass=0.0,
 )
 """A machine on which a plan takes as many seconds as it counts calls."""
 
@@ -154,57 +162,134 @@ def _unmeasured(device: Device) -> Machine:
 
 
 def _operator_rates() -> dict[str, float]:
-    """Measure the rates of one thread, as operators run on tiles."""
+    """Measure the rates of one thread, by kinds of work; new memory is touched by all of them."""
     with operator_threads(1):
-        call = _seconds_per_operator()
-        return {
-            "seconds_per_operator": call,
-            "flops_per_second": _flops_per_second(_CHANNELS, _SIDE_PX, time.process_time),
+        found = {
+            **_host_rates(device_for("cpu")),
+            **_convolution_rates(),
+            "statistics_bytes_per_second": _statistics_bytes_per_second(),
+            "window_bytes_per_second": _window_bytes_per_second(),
             "cached_bytes_per_second": moved_per_second(cache_bytes() // 8),
             "memory_bytes_per_second": moved_per_second(4 * cache_bytes()),
         }
+    return {**found, "new_bytes_per_second": _new_bytes_per_second()}
+
+
+def _convolution_rates() -> dict[str, float]:
+    """Measure products of many channels, the bytes of convolutions and products channel by channel, by what four
+    convolutions take that have other shares of them.
+    """
+    many = _convolution(_CHANNELS, _CHANNELS, 3)
+    thin = _convolution(_SHALLOW, _DEEP, 1)
+    amounts = np.array([many[:2], thin[:2]], float)
+    per_flop, per_byte = (float(each) for each in np.linalg.solve(amounts, np.array([many[2], thin[2]])))
+    per_byte = max(per_byte, _LEAST_SHARE * thin[2] / thin[1])
+    per_flop = max(per_flop, _LEAST_SHARE * many[2] / many[0])
+    both = [_convolution(_DEEP, _DEEP, kernel, _DEEP) for kernel in (3, 5)]
+    flops, moved, seconds = (sum(each) for each in zip(*both, strict=True))
+    channelwise = max(seconds - moved * per_byte, _LEAST_SHARE * seconds)
+    return {
+        "flops_per_second": 1 / per_flop,
+        "reordered_bytes_per_second": 1 / per_byte,
+        "channelwise_flops_per_second": flops / channelwise,
+    }
+
+
+def _convolution(inputs: int, outputs: int, kernel: int, groups: int = 1) -> tuple[float, float, float]:
+    """Time a convolution's output and both gradients: its products, the bytes in and out of it, and seconds."""
+    x = torch.rand(1, inputs, _SIDE_PX, _SIDE_PX, requires_grad=True)
+    weight = torch.rand(outputs, inputs // groups, kernel, kernel, requires_grad=True)
+    gradient = torch.rand(1, outputs, _SIDE_PX, _SIDE_PX)
+
+    def step() -> None:
+        y = F.conv2d(x, weight, padding=kernel // 2, groups=groups)
+        torch.autograd.grad(y, (x, weight), gradient)
+
+    flops = 3 * 2.0 * gradient.numel() * weight[0].numel()
+    return flops, 3.0 * (x.nbytes + gradient.nbytes), fastest(step, time.process_time)
+
+
+def _statistics_bytes_per_second() -> float:
+    """Measure the bytes in and out of a batch norm in training."""
+    x = torch.rand(1, _CHANNELS, _SIDE_PX, _SIDE_PX)
+    return 2 * x.nbytes / fastest(lambda: F.batch_norm(x, None, None, training=True), time.process_time)
+
+
+def _window_bytes_per_second() -> float:
+    """Measure the bytes in and out of the pool that classifiers begin with, the places of its maxima counted."""
+    x = torch.rand(1, _CHANNELS, _SIDE_PX, _SIDE_PX)
+    made, places = F.max_pool2d(x, 3, 2, 1, return_indices=True)
+    moved = x.nbytes + made.nbytes + places.nbytes
+    return moved / fastest(lambda: F.max_pool2d(x, 3, 2, 1, return_indices=True), time.process_time)
+
+
+def _new_bytes_per_second() -> float:
+    """Measure writing memory that the system has to give first."""
+    best = float("inf")
+    for _ in range(_ROUNDS):
+        return_freed_memory()
+        start = time.perf_counter()
+        held = [torch.empty(_NEW_BLOCK_BYTES, dtype=torch.uint8).fill_(1) for _ in range(_NEW_BLOCKS)]
+        best = min(best, time.perf_counter() - start)
+        del held
+    return _NEW_BLOCKS * _NEW_BLOCK_BYTES / best
 
 
 def _gpu_rates(device: Device) -> dict[str, float]:
     """Measure the rates of a GPU, as operators run on tiles, and what its host takes to ask for them."""
     clock, here = _after(device), device.torch_device
     values = moved_per_second(_GPU_VALUES_BYTES, clock, here, _ROUNDS_IN_ONE)
+    few = _flops_per_second(_FEW_CHANNELS, _GPU_SIDE_PX, clock, here, _ROUNDS_IN_ONE)
     return {
         **_host_rates(device),
         "flops_per_second": _flops_per_second(_CHANNELS, _GPU_SIDE_PX, clock, here, _ROUNDS_IN_ONE),
-        "few_channels_flops_per_second": _flops_per_second(_FEW_CHANNELS, _GPU_SIDE_PX, clock, here, _ROUNDS_IN_ONE),
-        "cached_bytes_per_second": values,
-        "memory_bytes_per_second": values,
+        **dict.fromkeys(("few_channels_flops_per_second", "channelwise_flops_per_second"), few),
+        **dict.fromkeys(BYTE_RATES, values),
     }
 
 
 def _host_rates(device: Device) -> dict[str, float]:
-    """Measure what a host takes to call an operator, and for a tile beside that, by steps of two networks that have
-    next to nothing to do: one of many operators a tile, and one of norms, which make many passes of few operators.
+    """Measure what a host takes to call an operator, for a tile beside that and for a pass beside its tiles, by steps
+    of networks that have next to nothing to do: one of many operators a tile, and one of norms, which make many passes
+    of few operators. Beside a GPU a pass counts as some calls.
     """
     small = nn.Sequential(*(each for _ in range(_OPERATORS // 2) for each in (nn.Conv2d(1, 1, 1), nn.ReLU())))
     normed = nn.Sequential(
         *(each for _ in range(_NORMS) for each in (nn.Conv2d(1, 1, 1), nn.BatchNorm2d(1), nn.ReLU()))
     )
-    amounts, seconds = zip(*(_step(small, _TILES, device), _step(normed, _TILES_OF_NORMS, device)), strict=True)
-    call, tile = np.linalg.solve(np.array(amounts), np.array(seconds))
-    return {"seconds_per_operator": max(float(call), _LEAST_SECONDS), "seconds_per_tile": max(float(tile), 0.0)}
+    steps = [_step(small, _TILES, device), _step(normed, _TILES_OF_NORMS, device)]
+    if device.is_host:
+        steps.append(_step(normed, 1, device))
+        amounts = [amounts for amounts, _ in steps]
+    else:
+        amounts = [(calls + CALLS_OF_A_PASS * passes, tiles) for (calls, tiles, passes), _ in steps]
+    found = np.linalg.solve(np.array(amounts, float), np.array([seconds for _, seconds in steps]))
+    call, tile, *of_pass = (float(each) for each in found)
+    call = max(call, _LEAST_SECONDS)
+    return {
+        "seconds_per_operator": call,
+        "seconds_per_tile": max(tile, 0.0),
+        "seconds_per_pass": max(of_pass[0], 0.0) if of_pass else CALLS_OF_A_PASS * call,
+    }
 
 
-def _step(model: nn.Module, tiles: int, device: Device) -> tuple[tuple[float, float], float]:
-    """Time a step of a network in so many tiles a pass: the calls and tiles that plans count for it, and seconds."""
+def _step(model: nn.Module, tiles: int, device: Device) -> tuple[tuple[float, int, int], float]:
+    """Time a step of a network in so many tiles a pass: the calls, tiles and passes that plans count for it, and
+    seconds.
+    """
     side = int(tiles**0.5) * _TILE_PX
     image = np.ones((1, side, side), np.float32)
     model = model.to(device.torch_device)
     engine = compile(model, lambda output, target: output.mean(), tile=(_TILE_PX, _TILE_PX), device=device)
     engine.records = False
     plan, problem = engine.plan(image, image), engine.problem(image, image)
-    costs, calls = Costs(problem.graph, _ONLY_CALLS), len(plan.passes) * seconds_beside_tiles(_ONLY_CALLS)
+    clock = time.process_time if device.is_host else _after(device)
+    costs, calls = Costs(problem.graph, _ONLY_CALLS), 0.0
     for step in plan.passes:
         segment, backward = plan.segments[step.segment], step.phase != "forward"
         cost = costs.of(segment.computes, segment.tile, backward=backward)
         calls += cost.backward_seconds if backward else cost.forward_seconds
-    return (calls, plan.tile_count), fastest(lambda: engine.backward(image, image), _after(device))
+    return (calls, plan.tile_count, len(plan.passes)), fastest(lambda: engine.backward(image, image), clock)
 
 
 def _gpu_copies(device: Device, size: int) -> tuple[float, dict[str, float]]:
@@ -286,16 +371,6 @@ def moved_per_second(
             torch.clamp_min(x, 0.5, out=out)
 
     return rounds * 2 * nbytes / fastest(step, clock)
-
-
-def _seconds_per_operator() -> float:
-    """Time a step of a network of operators that have next to nothing to do, in many tiles."""
-    model = nn.Sequential(nn.Conv2d(1, 1, 1), *(nn.ReLU() for _ in range(_OPERATORS - 1)))
-    side = int(_TILES**0.5) * _TILE_PX
-    image = np.ones((1, side, side), np.float32)
-    engine = compile(model, lambda output, target: output.mean(), tile=(_TILE_PX, _TILE_PX))
-    calls = 3 * _TILES * _OPERATORS  # a backward is about two forwards
-    return fastest(lambda: engine.backward(image, image), time.process_time) / calls
 
 
 def _sharing() -> dict[str, float]:

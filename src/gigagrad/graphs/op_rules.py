@@ -25,6 +25,7 @@ import torch
 from gigagrad.boxes import Span
 from gigagrad.graphs import operators
 from gigagrad.graphs.graph import IMAGE_AXES, Axes, Node, Patches, Ref, fill, references
+from gigagrad.work import Work
 
 
 class NotTileable(Exception):
@@ -112,6 +113,10 @@ class OpRule(ABC):
     differentiable: bool = True
     """True where gradients flow through it at all."""
     affine: Affine = Affine.NO
+    work: Work = Work.VALUES
+    """The kind of work that takes most of its time."""
+    gradient_forwards: float = 2.0
+    """The work of its vector-Jacobian product, in that of a forward."""
     copies: bool = False
     """True where the output is the only input's values again, at most in another dtype."""
     lies: Layout | None = None
@@ -203,6 +208,10 @@ class OpRule(ABC):
         memory traffic. By default as PyTorch counts them (`torch.utils.flop_counter`).
         """
         return operators.flops(call.node.op, call.node.arguments, call.operands)
+
+    def work_of(self, call: Call) -> Work:
+        """Return the kind of work of one use."""
+        return self.work
 
     def layout(self, call: Call) -> Layout:
         """Return the memory that the output of this use lies in."""

@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -19,6 +19,7 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 
 from gigagrad.allowances import LANES, MAPPED_BYTES
 from gigagrad.graphs.sizes import CallRecorder
+from gigagrad.work import Work
 
 _REORDERING = frozenset({torch.ops.aten.convolution, torch.ops.aten.convolution_backward})
 """Operators whose kernels copy what they read and write into a layout of their own."""
@@ -35,12 +36,51 @@ def _attention_backward(
     return int(found)
 
 
+def _convolution_backward(
+    cotangent: torch.Tensor, field: torch.Tensor, weight: torch.Tensor, *rest: Any, **__: Any
+) -> int:
+    """Count the gradients that are asked for; PyTorch's own count takes groups for products of all channels."""
+    transposed, asked = rest[4], rest[-1]
+    pixels = (field if transposed else cotangent).numel()
+    return 2 * pixels * weight[0].numel() * (int(asked[0]) + int(asked[1]))
+
+
 _FLOPS: dict[Any, Callable[..., int]] = {
     **flop_registry,
+    torch.ops.aten.convolution_backward: _convolution_backward,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
 }
 """Floating point operations by operator: PyTorch's own counts leave out the attention that processors compute."""
+_WORK: dict[Any, Work] = {
+    **dict.fromkeys(
+        (
+            torch.ops.aten.upsample_nearest2d,
+            torch.ops.aten.upsample_nearest2d_backward,
+            torch.ops.aten.upsample_bilinear2d,
+            torch.ops.aten.upsample_bilinear2d_backward,
+        ),
+        Work.REORDERED,
+    ),
+    torch.ops.aten.native_batch_norm: Work.STATISTICS,
+    **dict.fromkeys(
+        (torch.ops.aten.max_pool2d_with_indices, torch.ops.aten.avg_pool2d, torch.ops.aten.avg_pool2d_backward),
+        Work.WINDOWS,
+    ),
+}
+"""The work of kernels that autograd calls, where it is not by values."""
+
+
+class Effort(NamedTuple):
+    """One call of a kernel, as far as its time depends on it."""
+
+    moved_bytes: int
+    """Bytes read and written."""
+    flops: float
+    """Floating point operations."""
+    work: Work
+    in_place: bool
+    """True where it writes over what it reads: its values are still in the cache."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +97,8 @@ class WholeCost:
     """Bytes of the largest tensor."""
     compiled: int
     """Convolutions, each gradient of one counted, too."""
-    operators: tuple[tuple[int, float], ...]
-    """Bytes read and written, and floating point operations, of every operator that computes."""
+    operators: tuple[Effort, ...]
+    """One for every operator that computes."""
 
 
 def count_whole(
@@ -96,6 +136,14 @@ def _reordered_bytes(tensor: torch.Tensor) -> int:
     return nbytes * (-(-channels // LANES) * LANES) // channels if channels else nbytes
 
 
+def _work(packet: Any, args: tuple[Any, ...]) -> Work:
+    if packet is torch.ops.aten.convolution:
+        return Work.of_convolution(args[1].shape[1], args[8])
+    if packet is torch.ops.aten.convolution_backward:
+        return Work.of_convolution(args[2].shape[1], args[9])
+    return _WORK.get(packet, Work.VALUES)
+
+
 class _Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Add up the storages that are alive."""
 
@@ -104,7 +152,7 @@ class _Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._recorder = recorder
         self._alive: dict[int, int] = {}
         self._now = self._peak = self._small = self._most_small = self._largest = self._compiled = self._large = 0
-        self._operators: list[tuple[int, float]] = []
+        self._operators: list[Effort] = []
 
     def cost(self) -> WholeCost:
         return WholeCost(
@@ -136,7 +184,8 @@ class _Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._peak = max(self._peak, self._now + (reordered if packet in _REORDERING else 0))
         if fresh or func._schema.is_mutable:
             count = _FLOPS.get(packet)
-            self._operators.append((moved, 0 if count is None else count(*args, **kwargs, out_val=result)))
+            flops = 0 if count is None else count(*args, **kwargs, out_val=result)
+            self._operators.append(Effort(moved, flops, _work(packet, args), in_place=not fresh))
         return result
 
     def _take(self, tensor: torch.Tensor) -> None:

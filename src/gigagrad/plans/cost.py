@@ -21,20 +21,16 @@ from gigagrad.plans.memory import (
     worst_tile,
 )
 from gigagrad.plans.segments import Segment
+from gigagrad.work import Work
 
 _GRADIENT = 2
-"""An operator's vector-Jacobian product, in forwards."""
-_OF_ATTENTION = 2.5
-"""That of attention which holds no matrix of all pairs: its scores are computed again."""
-_ATTENTION = frozenset({"gigagrad.attention", "aten.scaled_dot_product_attention.default"})
+"""Calls of an operator's vector-Jacobian product."""
 _REORDERED = 3
 """Times that weights are moved which the library reorders for itself: read, written and read again."""
 _BYTES_OF_A_SUM = 6
 """Bytes that adding up moves, per byte of a gradient in float32: it is written and read, its sum in float64 is both."""
-_READS_OF_MOMENTS = 3
-"""Times that a mean and a variance move their field, forward as well as backward."""
-_CALLS_OF_A_PASS = 25
-"""Calls of operators that take as long as what a pass takes beside its tiles, 1.5 ms (`bench/beside_plain.py`)."""
+_MOVES_OF_MOMENTS = 3
+"""Times that the gradient of a mean and a variance moves their field."""
 _SMALLEST_SIDE_PX = 16
 _LARGEST_SIDE_PX = 4096
 _USUAL_SIDE_PX = 128
@@ -100,7 +96,7 @@ class Costs:
         self._shapes: dict[tuple[object, ...], list[tuple[int, int]]] = {}
         self._steps = remembered_steps(graph)
         self._flops: dict[int, float] = {}
-        self._rates: dict[int, tuple[float, float]] = {}
+        self._rates: dict[int, tuple[float, float, Work, float]] = {}
 
     def with_whole(self, pixels: int) -> Costs:
         """Return the costs of the graph in which fields of at most so many pixels are whole."""
@@ -146,7 +142,7 @@ class Costs:
         tile, largest = grid.middle, graph[grid.reference]
         tiles = largest.size(0) * largest.size(1) / tile.wanted(grid.reference).area
         forward, backward, _ = self._tile_seconds(segment, crop_sizes(graph, segment, tile))
-        beside = seconds_beside_tiles(self._machine)
+        beside = self._machine.host_seconds()
         return forward * tiles + beside, backward * tiles + beside
 
     def whole_seconds(self, *, backward: bool, on_host: bool = True) -> float:
@@ -157,9 +153,10 @@ class Costs:
         for node in graph.nodes:
             if node.whole and node.op != GATHER:
                 moved = node.nbytes + sum(graph[i].nbytes for i in set(node.operands))
-                once = self._machine.operator_seconds(moved, self._flops_of(node))
-                gradient = _OF_ATTENTION if node.op in _ATTENTION else _GRADIENT
-                times = 1 + gradient * (backward and node.differentiable)
+                rule = lookup(node.op)
+                work = rule.work_of(Call(node, graph.operands(node)))
+                once = self._machine.operator_seconds(moved, self._flops_of(node), work)
+                times = 1 + rule.gradient_forwards * (backward and node.differentiable)
                 seconds += once * times
                 mapped += round(times * node.nbytes) if node.nbytes >= MAPPED_BYTES else 0
         pages = self._machine.block_seconds(mapped) if on_host else 0.0
@@ -170,13 +167,18 @@ class Costs:
             self._flops[node.id] = lookup(node.op).flops(Call(node, self.graph.operands(node)))
         return self._flops[node.id]
 
-    def _rates_of(self, node: Node) -> tuple[float, float]:
-        """Return the products of an operator per byte that it makes, and the seconds that moving its operands which are
-        no fields takes, once a tile: oneDNN reorders weights first.
+    def _rates_of(self, node: Node) -> tuple[float, float, Work, float]:
+        """Return the products of an operator per byte that it makes, the seconds that moving its operands which are no
+        fields takes, once a tile (oneDNN reorders weights first), its kind of work, and its gradient in forwards.
         """
+        rule = lookup(node.op)
         given = sum(self.graph[i].nbytes for i in set(node.operands) if not self.graph[i].is_field)
-        given *= _REORDERED if lookup(node.op).compiled else 1
-        found = self._flops_of(node) / node.nbytes, given / self._machine.memory_bytes_per_second
+        given *= _REORDERED if rule.compiled else 1
+        seconds, work = (
+            given / self._machine.memory_bytes_per_second,
+            rule.work_of(Call(node, self.graph.operands(node))),
+        )
+        found = self._flops_of(node) / node.nbytes, seconds, work, rule.gradient_forwards
         self._rates[node.id] = found
         return found
 
@@ -234,27 +236,23 @@ class Costs:
         not_again = {i for i in segment.kept if lookup(graph[i].op).backward_without_output}
         for i in segment.fields:
             node, own = graph.nodes[i], size[i]
-            flops_per_byte, given_seconds = self._rates.get(i) or self._rates_of(node)
+            flops_per_byte, given_seconds, work, gradient = self._rates.get(i) or self._rates_of(node)
             moved = own
             for j in graph.reads[i]:
                 moved += size[j]
-            once = machine.operator_seconds(moved, own * flops_per_byte) + given_seconds
+            once = machine.operator_seconds(moved, own * flops_per_byte, work) + given_seconds
             forward += once
             again += once * (i not in not_again)
-            backward += once * _GRADIENT * node.differentiable
+            backward += once * gradient * node.differentiable
         for i in segment.reductions:
             node, read = graph[i], size[graph[i].operands[0]]
-            once = machine.operator_seconds(read * (_READS_OF_MOMENTS if node.op == MOMENTS else 1), 0.0)
-            forward += once
-            backward += once * node.differentiable
+            of_norm = node.op == MOMENTS
+            forward += machine.operator_seconds(read, 0.0, Work.STATISTICS if of_norm else Work.VALUES)
+            gradient = _MOVES_OF_MOMENTS if of_norm else 1
+            backward += machine.operator_seconds(gradient * read, 0.0) * node.differentiable
         added = sum(graph[i].nbytes for i in segment.globals if graph[i].differentiable)
         backward += again + _BYTES_OF_A_SUM * added / machine.memory_bytes_per_second
         return forward, backward, again
-
-
-def seconds_beside_tiles(machine: Machine, tiles: float = 0) -> float:
-    """Predict what any pass takes beside the work of its tiles, whoever computes these."""
-    return _CALLS_OF_A_PASS * machine.seconds_per_operator + machine.host_seconds(tiles)
 
 
 def _key(segment: Segment) -> tuple[object, ...]:

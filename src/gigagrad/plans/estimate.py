@@ -32,7 +32,7 @@ from gigagrad.allowances import (
 )
 from gigagrad.graphs import Graph
 from gigagrad.plans.chunks import chunk_count, waiting_sums
-from gigagrad.plans.cost import TileCost, seconds_beside_tiles
+from gigagrad.plans.cost import TileCost
 from gigagrad.plans.geometry import reference, runs_by_rows
 from gigagrad.plans.memory import gradient_sum_bytes, whole_field_bytes
 from gigagrad.plans.plan import COTANGENTS as COTANGENTS
@@ -258,7 +258,7 @@ class SegmentTiles:
         count = self._tiles_of_most(cost)
         share = count / cost.tile_count
         processing = problem.machine.wall_seconds(share * computing, share * calls, self.workers, count)
-        processing += seconds_beside_tiles(problem.machine, count)
+        processing += problem.machine.host_seconds(count)
         new = max(0, self.workers * cost.tile_peak_bytes - HEAP_TOP_BYTES)
         processing += problem.machine.page_seconds(new + count * self._given_back_bytes(cost))
         links = [0.0]

@@ -72,7 +72,9 @@ def _amounts(problem: Problem, cost: WholeCost, freed_bytes: int) -> tuple[Amoun
 def _seconds(problem: Problem, cost: WholeCost, *, from_heap: bool) -> float:
     """Predict the time by the cost model: all threads share each operator, and on a host new pages take time."""
     machine = problem.machine
-    seconds = sum(machine.operator_seconds(moved, flops) for moved, flops in cost.operators)
+    seconds = sum(
+        machine.operator_seconds(moved, flops, work, cached=in_place) for moved, flops, work, in_place in cost.operators
+    )
     wall = machine.wall_seconds(seconds, len(cost.operators), 1, 1)
     if problem.device != "cpu":
         return wall

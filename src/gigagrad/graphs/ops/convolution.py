@@ -31,6 +31,7 @@ from gigagrad.graphs.ops.windows import (
     reordered_bytes,
     trim,
 )
+from gigagrad.work import Work
 
 _ONEDNN: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
 _SMALL_CROP = 20480
@@ -173,6 +174,9 @@ class Convolution(WindowRule):
         if weight[1] == 1 and groups > 1:  # depthwise: channels side by side
             return float(2 * pixels * prod(weight[2:]) * filled(weight[0]))
         return float(2 * pixels * groups * prod(weight[1:]) * filled(weight[0] // groups))
+
+    def work_of(self, call: Call) -> Work:
+        return Work.of_convolution(call.operands[1].shape[1], call["groups"])
 
     def contiguous_only(self, call: Call) -> bool:
         """Return True in double precision; and in bfloat16 with dilation, where oneDNN's gradient can end the process

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from math import prod
-from typing import Any
+from typing import Any, Final
 
 import torch
 
@@ -22,6 +22,7 @@ from gigagrad.graphs.op_rules import (
     Pointwise,
     Saved,
     Site,
+    Whole,
     aten,
     common_axes,
     lookup,
@@ -30,6 +31,7 @@ from gigagrad.graphs.op_rules import (
 )
 from gigagrad.graphs.ops.resampling import RESIZING
 from gigagrad.graphs.ops.windows import filled
+from gigagrad.work import Work
 
 Check = Callable[[Call, int], None]
 """Raises `NotTileable` unless the operator takes the items along an axis of its first operand apart."""
@@ -99,11 +101,17 @@ class Each(Pointwise):
     def flops(self, call: Call) -> float:
         return lookup(call.node.operator).flops(call)
 
+    def work_of(self, call: Call) -> Work:
+        return lookup(call.node.operator).work
+
 
 class EachConvolution(Each):
     """Convolutions of patches."""
 
     compiled = True
+
+    def work_of(self, call: Call) -> Work:
+        return Work.of_convolution(call.operands[1].shape[1], call["groups"])
 
     def contiguous_only(self, call: Call) -> bool:
         return call.node.dtype == torch.float64
@@ -157,8 +165,14 @@ class Products(Pointwise):
         return super(Pointwise, self).flops(call)
 
 
+OF_ATTENTION: Final = 2.5
+"""The gradient of attention which holds no matrix of all pairs, in forwards: its scores are computed again."""
+
+
 class Attention(Products):
     """Attention among the tokens of a patch (`F.scaled_dot_product_attention`)."""
+
+    gradient_forwards = OF_ATTENTION
 
     def axes(self, call: Call, rank: int) -> Axes:
         axis, other = common_axes(call)
@@ -207,3 +221,4 @@ for _op, _rule in _RULES.items():
     register(_rule, [f"{EACH}{_op}"])
 register(Products(), aten("matmul bmm mm baddbmm addmm"))
 register(Attention(), aten("scaled_dot_product_attention"))
+register(Whole(gradient_forwards=OF_ATTENTION), ["gigagrad.attention"])

@@ -34,6 +34,7 @@ from gigagrad.graphs.op_rules import (
     scaled_gains,
 )
 from gigagrad.graphs.ops.windows import select, trim
+from gigagrad.work import Work
 
 RESIZING = {
     "aten.upsample_nearest2d.vec": "nearest",
@@ -139,6 +140,7 @@ def _copies(resizes: tuple[Resize, Resize]) -> bool:
 
 class Resampling(OpRule):
     saved = Saved.NOTHING
+    work = Work.REORDERED
     on_images = True
 
     def axes(self, call: Call, rank: int) -> Axes:

@@ -31,6 +31,7 @@ from gigagrad.graphs.ops.windows import (
     reordered_bytes,
     trim,
 )
+from gigagrad.work import Work
 
 _BLOCK_CHANNELS = 8
 _BLOCK_STRIDE = 4
@@ -76,6 +77,9 @@ class TransposedConvolution(WindowRule):
         pixels = prod(field.shape) // field.shape[1]
         out = weight[1] if self.suits_blocks(call) else filled(weight[1])
         return 2.0 * pixels * weight[0] * out * prod(weight[2:])
+
+    def work_of(self, call: Call) -> Work:
+        return Work.of_convolution(call.operands[1].shape[1], call["groups"])
 
     def contiguous_only(self, call: Call) -> bool:
         return call.node.dtype == torch.float64

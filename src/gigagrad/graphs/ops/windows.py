@@ -31,6 +31,7 @@ from gigagrad.graphs.op_rules import (
     require_nchw,
     scaled_gains,
 )
+from gigagrad.work import Work
 
 GROUPED = (torch.float32, torch.bfloat16)
 """Types in which few channels are put together to fill it (docs/decisions/0023-few-channels.md)."""
@@ -181,6 +182,8 @@ class MaxPooling(WindowRule):
     ours: before the image the operator pads by itself, and what it then pools beyond the tile is cut off.
     """
 
+    work = Work.WINDOWS
+
     def bind(self, call: Call, site: Site) -> Bound:
         (top, bottom), (left, right) = self.missing(call, site)
         dtype = call.operands[0].dtype
@@ -202,6 +205,8 @@ class MaxPooling(WindowRule):
 
 class AveragePooling(WindowRule):
     """2-D average pooling with ceil_mode, count_include_pad and divisor_override."""
+
+    work = Work.WINDOWS
 
     def bind(self, call: Call, site: Site) -> Bound:
         divisor: int | None = call["divisor_override"]
