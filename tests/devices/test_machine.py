@@ -20,6 +20,7 @@ from gigagrad.devices.machine import (
     read_profile,
     write_profile,
 )
+from gigagrad.work import Work
 
 CALIBRATED = Machine(threads=2).with_rates({name: 1.1 * rate for name, rate in Machine().rates.items()})
 
@@ -196,12 +197,14 @@ CARD = "NVIDIA L4"
 MEASURED = Gpu.typical(CARD).with_rates({name: 1.1 * rate for name, rate in Gpu().rates.items()})
 
 
-def test_profiles_of_processors_are_those_of_before():
-    assert Machine.profile_format == "gigagrad machine profile 9"
+def test_profiles_of_processors_hold_these_rates():
+    assert Machine.profile_format == "gigagrad machine profile 10"
     assert set(machine_key()) == {"processor", "threads", "torch"}
     assert set(Machine().rates) == {
         *("flops_per_second", "cached_bytes_per_second", "memory_bytes_per_second", "seconds_per_operator"),
         *("shared_efficiency", "side_by_side_efficiency", "copy_bytes_per_second", "file_bytes_per_second"),
+        *("reordered_bytes_per_second", "channelwise_flops_per_second", "statistics_bytes_per_second"),
+        *("window_bytes_per_second", "new_bytes_per_second", "seconds_per_tile", "seconds_per_pass"),
         *("disk_write_bytes_per_second", "disk_read_bytes_per_second", "codec_bytes_per_second", "codec_ratio"),
     }
 
@@ -292,8 +295,30 @@ def test_convolutions_of_few_channels_are_as_slow_on_a_gpu_as_they_are():
 
 
 def test_a_gpu_takes_a_host_s_call_at_least_and_a_host_s_part_of_each_tile():
-    gpu = Gpu(memory_bytes_per_second=1e12, seconds_per_operator=1e-3, seconds_per_tile=0.5)
+    gpu = Gpu(memory_bytes_per_second=1e12, seconds_per_operator=1e-3, seconds_per_tile=0.5, seconds_per_pass=0.25)
     assert gpu.operator_seconds(1e6, 0) == 1e-3
     assert gpu.operator_seconds(1e10, 0) == pytest.approx(1e-2)
-    assert gpu.host_seconds(4) == 2
-    assert Machine().host_seconds(4) == 0
+    assert gpu.host_seconds(4) == 2.25
+
+
+@pytest.mark.parametrize(
+    ("work", "rate"),
+    [
+        (Work.VALUES, "cached_bytes_per_second"),
+        (Work.REORDERED, "reordered_bytes_per_second"),
+        (Work.CHANNELWISE, "reordered_bytes_per_second"),
+        (Work.STATISTICS, "statistics_bytes_per_second"),
+        (Work.WINDOWS, "window_bytes_per_second"),
+    ],
+)
+def test_each_kind_of_work_has_its_rate(work, rate):
+    slow = Machine(seconds_per_operator=0.0).with_rates({rate: 1e3})
+    assert slow.operator_seconds(1e6, 0.0, work) == pytest.approx(1e3)
+    products = "channelwise_flops_per_second" if work is Work.CHANNELWISE else "flops_per_second"
+    slow = Machine(seconds_per_operator=0.0).with_rates({products: 1e3})
+    assert slow.operator_seconds(0.0, 1e6, work) == pytest.approx(1e3)
+
+
+def test_values_that_are_not_cached_move_at_the_memory_s_rate():
+    slow = Machine(seconds_per_operator=0.0, memory_bytes_per_second=1e3)
+    assert slow.operator_seconds(1e6, 0.0) < slow.operator_seconds(1e6, 0.0, cached=False) == pytest.approx(1e3)

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from gigagrad.devices import Machine
-from gigagrad.devices.machine import Gpu
+from gigagrad.devices.machine import BYTE_RATES, Gpu
 from gigagrad.plans import split_segments
 from gigagrad.plans.cost import Costs, tile_shapes
 from tests.plans.networks import graph_of as colour_graph_of
@@ -46,7 +46,8 @@ def test_dearer_calls_make_larger_tiles(unet):
 
 def test_every_tile_takes_the_host_of_a_gpu_its_time(gate):
     """And a pass some calls; operators themselves take none here."""
-    fast = Gpu(flops_per_second=1e30, memory_bytes_per_second=1e30, seconds_per_operator=0.0, seconds_per_tile=0.5)
+    free: dict[str, float] = {"seconds_per_operator": 0.0, "seconds_per_pass": 0.0}
+    fast = Gpu(flops_per_second=1e30, memory_bytes_per_second=1e30, seconds_per_tile=0.5, **free)  # type: ignore[arg-type]
     plan = plan_of(gate, machine=fast, tiles=((16, 16),))
     assert plan.tile_count > len(plan.passes)
     assert plan.predicted_seconds == pytest.approx(0.5 * plan.tile_count)
@@ -62,7 +63,9 @@ def test_what_is_no_field_is_moved_for_every_tile(graph_of):
     wide = nn.Sequential(nn.Conv2d(1, 256, 1), nn.Conv2d(256, 256, 3, padding=1), nn.Conv2d(256, 1, 1))
     graph = graph_of(wide, F.mse_loss, (64, 64))
     (segment,) = split_segments(graph)
-    costs = Costs(graph, Machine(seconds_per_operator=0.0, flops_per_second=1e30, cached_bytes_per_second=1e30))
+    endless: dict[str, Any] = dict.fromkeys(("flops_per_second", *BYTE_RATES), 1e30)
+    endless["memory_bytes_per_second"] = Machine().memory_bytes_per_second
+    costs = Costs(graph, Machine(seconds_per_operator=0.0, **endless))
     sixteen, whole = (costs.of(segment, (side, side), backward=True).backward_seconds for side in (16, 64))
     assert sixteen > 8 * whole
 
@@ -83,14 +86,15 @@ def test_a_kept_convolution_is_not_run_again_to_be_pulled_back():
     """Of a convolution alone the backward pass costs its gradient, two forwards, and not a third one."""
     graph = colour_graph_of(nn.Sequential(nn.Conv2d(3, 64, 7, padding=3), nn.BatchNorm2d(64), nn.Conv2d(64, 1, 1)))
     convolution = next(node.id for node in graph.nodes if node.op == "aten.conv2d.default")
-    free = Machine(memory_bytes_per_second=1e18, cached_bytes_per_second=1e18, seconds_per_operator=0.0)
+    endless: dict[str, Any] = dict.fromkeys(BYTE_RATES, 1e18)
+    free = Machine(seconds_per_operator=0.0, **endless)
     for kept, forwards in (([convolution], 2.0), ([], 3.0)):
         first = split_segments(graph, kept)[0]
         cost = Costs(graph, free).of(first, (64, 64), backward=True)
         assert cost.backward_seconds == pytest.approx(forwards * cost.forward_seconds, rel=1e-3)
 
 
-def test_moments_move_their_field_three_times():
+def test_moments_have_a_rate_of_their_own():
     moving = Machine(flops_per_second=1e18, seconds_per_operator=0.0, cache_bytes=0)
     seconds = []
     for norm in (nn.BatchNorm2d(64), nn.Identity()):
@@ -98,7 +102,7 @@ def test_moments_move_their_field_three_times():
         convolution = next(node for node in graph.nodes if node.op == "aten.conv2d.default")
         first = split_segments(graph, [convolution.id])[0]
         seconds.append(Costs(graph, moving).of(first, (64, 64), backward=True).forward_seconds)
-    assert seconds[0] - seconds[1] == pytest.approx(3 * convolution.nbytes / moving.memory_bytes_per_second, rel=0.01)
+    assert seconds[0] - seconds[1] == pytest.approx(convolution.nbytes / moving.statistics_bytes_per_second, rel=0.01)
 
 
 @pytest.mark.parametrize("size", [(64, 100), (331, 517), (1000, 47), (16, 5)])

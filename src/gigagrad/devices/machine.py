@@ -142,7 +142,10 @@ class Machine:
 
     def with_rates(self, rates: dict[str, float]) -> Self:
         """Return this machine with measured rates (as `read_profile` returns them)."""
-        return dataclasses.replace(self, calibrated=True, **rates)  # type: ignore[arg-type]  # all of them are floats
+        return dataclasses.replace(self._with(rates), calibrated=True)
+
+    def _with(self, rates: dict[str, float]) -> Self:
+        return dataclasses.replace(self, **rates)  # type: ignore[arg-type]  # all of them are floats
 
     @property
     def rates(self) -> dict[str, float]:
@@ -268,13 +271,9 @@ class Gpu(Machine):
         moved = _MEMORY_SHARE * card.memory_bytes_per_second
         many = _PRODUCT_SHARE * card.flops_per_second
         few = min(many, _FEW_CHANNELS * _FEW_CHANNELS_SHARE * card.memory_bytes_per_second)
-        return cls(
-            card=name,
-            flops_per_second=many,
-            few_channels_flops_per_second=few,
-            channelwise_flops_per_second=few,
-            **dict.fromkeys(BYTE_RATES, moved),
-        )
+        made = cls(card=name, flops_per_second=many)
+        few_channels = ("few_channels_flops_per_second", "channelwise_flops_per_second")
+        return made._with(dict.fromkeys(BYTE_RATES, moved) | dict.fromkeys(few_channels, few))
 
     @classmethod
     def listed(cls, name: str) -> Self:

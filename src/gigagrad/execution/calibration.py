@@ -260,10 +260,10 @@ def _host_rates(device: Device) -> dict[str, float]:
     steps = [_step(small, _TILES, device), _step(normed, _TILES_OF_NORMS, device)]
     if device.is_host:
         steps.append(_step(normed, 1, device))
-        amounts = [amounts for amounts, _ in steps]
-    else:
-        amounts = [(calls + CALLS_OF_A_PASS * passes, tiles) for (calls, tiles, passes), _ in steps]
-    found = np.linalg.solve(np.array(amounts, float), np.array([seconds for _, seconds in steps]))
+    amounts = np.array([amounts for amounts, _ in steps], float)
+    if not device.is_host:
+        amounts = np.stack([amounts[:, 0] + CALLS_OF_A_PASS * amounts[:, 2], amounts[:, 1]], axis=1)
+    found = np.linalg.solve(amounts, np.array([seconds for _, seconds in steps]))
     call, tile, *of_pass = (float(each) for each in found)
     call = max(call, _LEAST_SECONDS)
     return {

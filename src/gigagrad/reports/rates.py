@@ -8,7 +8,7 @@ import time
 
 import numpy as np
 
-from gigagrad.devices.machine import Machine, peak_flops_per_second, processor_fields
+from gigagrad.devices.machine import BYTE_RATES, Machine, peak_flops_per_second, processor_fields
 from gigagrad.execution import compile
 from gigagrad.execution.calibration import moved_per_second
 from gigagrad.losses import named_loss
@@ -22,10 +22,9 @@ _SIZE = (16000, 64000)
 _DECODED_PX_PER_SECOND = 180e6
 """Pixels of a JPEG that one thread decodes to grey (bench/decoding.py, on an AMD EPYC)."""
 _ENDLESS = 1e30
-_MOVING = ("cached_bytes_per_second", "memory_bytes_per_second")
 _PARTS = {
-    "products": ("flops_per_second",),
-    "bytes between cache and memory": _MOVING,
+    "products": ("flops_per_second", "channelwise_flops_per_second"),
+    "bytes between cache and memory": BYTE_RATES,
     "calls of operators": ("seconds_per_operator",),
 }
 """The rates that each part of a step's time comes from."""
@@ -78,7 +77,8 @@ def founding_parts(machine: Machine) -> dict[str, float]:
     engine.in_tiles = True
     image, target = np.broadcast_to(np.uint8(0), shape), np.broadcast_to(np.uint8(0), (1, *_SIZE))
     plan, problem = engine.plan(image, target, machine=machine), engine.problem(image, target, machine=machine)
-    endless = dict.fromkeys(("flops_per_second", *_MOVING), _ENDLESS) | {"seconds_per_operator": 0.0}
+    rates_of_parts = {rate for rates in _PARTS.values() for rate in rates}
+    endless = dict.fromkeys(rates_of_parts, _ENDLESS) | {"seconds_per_operator": 0.0}
     seconds = {
         part: _seconds(plan, problem, machine.with_rates(endless | {name: getattr(machine, name) for name in rates}))
         for part, rates in _PARTS.items()
