@@ -2,7 +2,7 @@
 
 Small tiles compute their halos again and again and pay a fixed price per operator; large ones fall out of the caches.
 Both effects are in the model of time: every operator takes what its bytes and its products take at the machine's rates
-(docs/decisions/0002-tile-shape.md, docs/decisions/0012-time-model.md).
+(docs/decisions/0002-tile-shape.md, docs/decisions/0083-kinds-of-work.md).
 """
 
 from __future__ import annotations
