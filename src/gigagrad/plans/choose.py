@@ -251,7 +251,7 @@ class _Chooser:
             in_vain += 1
             changed = kept if tier is not None else {**kept, field: memory}
             rough = self._attempt(changed, roughly=True, workers=plan.workers)
-            if rough is None or rough.modelled_seconds >= _BETTER * plan.modelled_seconds:
+            if rough is None or rough.modelled_seconds >= plan.modelled_seconds:  # off by more than `_BETTER` asks
                 continue
             other = self._attempt(changed)
             if other is not None and other.modelled_seconds < _BETTER * plan.modelled_seconds:
