@@ -93,6 +93,7 @@ def no_other_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the C library is told is the whole process's: runs that other tests left open are not heeded."""
     monkeypatch.setattr(LargeBlocks, "_wanting", WeakValueDictionary())
     monkeypatch.setattr(LargeBlocks, "_now", (False, False))
+    monkeypatch.setattr(LargeBlocks, "_kept", False)
 
 
 @cache

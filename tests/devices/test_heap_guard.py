@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from gigagrad.allowances import UNNOTICED_BYTES
-from gigagrad.devices import heap
+from gigagrad.devices import device_for, heap
 from gigagrad.devices.cpu import HeapGuard
 from gigagrad.devices.heap import return_freed_memory, settle_allocator, used_bytes
 from tests.devices.fake import FakeCpu
@@ -346,3 +346,36 @@ def test_of_two_runs_the_one_that_wants_blocks_mapped_is_heeded(monkeypatch):
     assert told[-1] == 0
     one.close()
     assert told[-1] == 65536
+
+
+def test_what_a_run_keeps_stays_until_another_has_no_use_for_it(monkeypatch, no_other_runs):
+    options: list[dict[int, int]] = []
+    monkeypatch.setattr(heap, "_set_options", options.append)
+    device = FakeCpu(350 * MIB, 100 * MIB)
+    watch = HeapGuard(device, 400 * MIB, None)
+    watch.begin_pass(200 * MIB, 0)
+    watch.close(keeps=True)
+    assert heap.LargeBlocks.are_kept()
+    assert heap._NEVER in options[-1].values()
+    assert not device.trimmed
+    heap.LargeBlocks.let_go()
+    assert not heap.LargeBlocks.are_kept()
+    assert heap._NEVER not in options[-1].values()
+
+
+def test_a_run_that_keeps_nothing_gives_back_what_it_held(no_other_runs):
+    device = FakeCpu(350 * MIB, 100 * MIB)
+    watch = HeapGuard(device, 400 * MIB, None)
+    watch.begin_pass(200 * MIB, 0)
+    watch.close()
+    assert device.trimmed
+    assert not heap.LargeBlocks.are_kept()
+
+
+def test_a_processor_gives_back_what_an_earlier_run_kept(no_other_runs):
+    device = device_for("cpu")
+    blocks = heap.LargeBlocks()
+    blocks.choose(in_heap=True, holding=True)
+    blocks.close(keeps=True)
+    device.let_go()
+    assert not heap.LargeBlocks.are_kept()

@@ -87,7 +87,7 @@ def test_it_is_closed_once_and_for_all(net, pair):
 
 def test_an_output_that_is_no_image_is_refused(pair):
     model = nn.Sequential(nn.Conv2d(2, 3, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten()).double()
-    with pytest.raises(ConfigError, match="output is an image"):
+    with pytest.raises(ConfigError, match="output is no image"):
         gg.compile(model, tile=(4, 4)).at(pair.image)
 
 

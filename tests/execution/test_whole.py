@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 
 import numpy as np
 import pytest
@@ -13,9 +14,13 @@ from torch import nn
 import gigagrad as gg
 from gigagrad.boxes import Box
 from gigagrad.devices.cpu import Cpu
+from gigagrad.devices.heap import LargeBlocks
 from gigagrad.errors import BudgetError
 from gigagrad.events import Event, Notice, StepMeasured, TileDone
 from gigagrad.execution.whole import Copies, WholeRun
+from gigagrad.graphs import InputSpec, capture
+from gigagrad.plans import Problem
+from gigagrad.plans.whole import whole_plan
 from tests.devices.fake import FakeCpu
 
 
@@ -341,3 +346,25 @@ def test_listeners_hear_of_one_tile():
     engine.backward(*pair())
     assert [event for event in heard if isinstance(event, TileDone)] == [TileDone("whole image", 1, 1, 0.0)]
     assert not [event for event in heard if isinstance(event, Notice)]
+
+
+def test_what_a_step_freed_serves_the_next_where_there_is_room(no_other_runs):
+    engine, image, target = gg.compile(normed(), F.mse_loss), torch.rand(1, 2, 64, 64), torch.rand(1, 1, 64, 64)
+    plan = engine.plan(image, target)
+    (step,) = plan.steps
+    assert step.keeps
+    engine.backward(image, target)
+    assert LargeBlocks.are_kept()
+    tiled = gg.compile(normed(), F.mse_loss, tile=(32, 32))
+    tiled.backward(image, target)
+    assert not LargeBlocks.are_kept()
+
+
+def test_nothing_is_kept_where_a_budget_has_no_room_beside_it():
+    image, target = (InputSpec((1, n, 64, 64), torch.float32, field=True) for n in (2, 1))
+    graph = capture(normed(), F.mse_loss, image, target)
+    problem = Problem(graph=graph, backward=True, whole=graph.whole[True], device="cpu")
+    least = whole_plan(problem, "contiguous").predicted_peak_bytes
+    for beside, keeps in ((0, False), (graph.whole[True].peak_bytes, True)):
+        (step,) = whole_plan(dataclasses.replace(problem, budget_bytes=least + beside), "contiguous").steps
+        assert step.keeps is keeps

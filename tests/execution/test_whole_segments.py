@@ -14,6 +14,7 @@ from torch import nn
 
 import gigagrad as gg
 from gigagrad.devices import Machine
+from gigagrad.devices.machine import BYTE_RATES
 from gigagrad.errors import BudgetError
 from gigagrad.graphs import Graph, InputSpec, capture
 from gigagrad.plans import Amount, Plan, Problem, check, estimate, make_plan
@@ -124,10 +125,9 @@ def test_values_that_nothing_reads_any_more_are_given_back():
 
 def problem_of(graph: Graph, budget: int | None) -> Problem:
     held = (Amount(estimate.PROCESS, MIB),)
-    # Of a device where tiles take long and calls do, too.
-    machine = Machine(
-        flops_per_second=1e11, cached_bytes_per_second=2e12, memory_bytes_per_second=1e12, seconds_per_operator=150e-6
-    )
+    # Of a device where tiles take long, and so do calls and passes.
+    moved = dict.fromkeys(BYTE_RATES, 1e12) | {"cached_bytes_per_second": 2e12}
+    machine = Machine(flops_per_second=1e11, seconds_per_operator=150e-6, seconds_per_pass=25 * 150e-6)._with(moved)
     whole = graph.whole.get(True)  # on a device whose allocator keeps what is freed, where new blocks cost nothing
     return Problem(
         graph=graph, backward=True, machine=machine, device="cuda", budget_bytes=budget, held=held, whole=whole

@@ -75,7 +75,12 @@ class Cpu(Device):
 
     def trim(self) -> None:
         BufferPool.give_back()
+        LargeBlocks.let_go()
         return_freed_memory()
+
+    def let_go(self) -> None:
+        if LargeBlocks.are_kept():
+            self.trim()
 
     def buffer_pool(self) -> BufferPool:
         return BufferPool()
@@ -176,10 +181,12 @@ class HeapGuard(MemoryGuard):
         while not over.wait(pause):
             pause = self._LOOK_SECONDS if self._held_within(self._roof_bytes) else self._LONGER_LOOK_SECONDS
 
-    def close(self) -> None:
-        """End the run: no more of what it freed stays than between two tiles of blocks that are mapped."""
-        self._in_heap = False
-        self._blocks.close()
+    def close(self, *, keeps: bool = False) -> None:
+        """End the run: unless it `keeps` what it freed, no more of it stays than between two tiles of blocks that are
+        mapped.
+        """
+        self._in_heap = keeps
+        self._blocks.close(keeps=keeps)
         self.reserve(0)
 
     def reserve(self, nbytes: int, *, for_tile: bool = False) -> None:

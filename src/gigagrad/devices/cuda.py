@@ -156,7 +156,7 @@ class _Bound(MemoryGuard):
         self._stack = ExitStack()
         self._stack.enter_context(device.bounded(peak_bytes))
 
-    def close(self) -> None:
+    def close(self, *, keeps: bool = False) -> None:
         self._stack.close()
 
 

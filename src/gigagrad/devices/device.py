@@ -62,8 +62,8 @@ class MemoryGuard:
         """Return whether the budget has room for none of the further tiles that are computed at a time."""
         return False
 
-    def close(self) -> None:
-        """End the run."""
+    def close(self, *, keeps: bool = False) -> None:
+        """End the run; `keeps`: what it freed stays with the process for the next one."""
 
 
 class Device(ABC):
@@ -139,6 +139,9 @@ class Device(ABC):
 
     def tried(self, nbytes: int) -> None:
         """Note that a trial has left so many bytes of what a first step would add."""
+
+    def let_go(self) -> None:
+        """Give back what an earlier run left with the process for the next one, before a run that has no use for it."""
 
     def memory_guard(self, peak_bytes: int, budget_bytes: int | None) -> MemoryGuard:
         """Make the guard of one run of a plan with this peak."""

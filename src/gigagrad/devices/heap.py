@@ -55,6 +55,8 @@ class LargeBlocks:
     _now: ClassVar[tuple[bool, bool]] = False, False
     _setting: ClassVar[threading.Lock] = threading.Lock()
     _changed: ClassVar[bool] = False
+    _kept: ClassVar[bool] = False
+    """True where the last run left what it freed in the heap, until somebody trims it."""
     _wanted: tuple[bool, bool] | None = None
 
     def choose(self, *, in_heap: bool, holding: bool) -> None:
@@ -65,10 +67,23 @@ class LargeBlocks:
         self._wanting[id(self)] = self
         self._set()
 
-    def close(self) -> None:
+    def close(self, *, keeps: bool = False) -> None:
+        """End the choice; `keeps`: what is freed in the heap stays until `let_go`."""
         self._wanting.pop(id(self), None)
         self._wanted = None
+        LargeBlocks._kept = keeps
         self._set()
+
+    @classmethod
+    def are_kept(cls) -> bool:
+        return cls._kept
+
+    @classmethod
+    def let_go(cls) -> None:
+        """Have the heap give back from now on what no run wants to keep."""
+        if cls._kept:
+            cls._kept = False
+            cls._set()
 
     @classmethod
     def _set(cls) -> None:
@@ -80,7 +95,7 @@ class LargeBlocks:
             try:
                 cls._changed = False
                 wanted = [one._wanted for one in living(cls._wanting) if one._wanted is not None]
-                now = tuple(bool(wanted) and all(one[i] for one in wanted) for i in (0, 1))
+                now = tuple(all(one[i] for one in wanted) if wanted else i == 1 and cls._kept for i in (0, 1))
                 if now != cls._now:
                     cls._now = in_heap, holding = now[0], now[1]
                     mapped, top = 0 if in_heap else _MOST_MAPPED, _NEVER if holding else HEAP_TOP_BYTES

@@ -92,6 +92,7 @@ class Run:
         _put_what_is_known(self._scalars, prepared, sources, stored)
         place = None if journal is None else journal / key_of(prepared, self._scalars, draws, overflows)
         self.journal, self._first = Journal(place), ranks.index == 0
+        device.let_go()
         self._watch = device.memory_guard(plan.predicted_peak_bytes, plan.budget_bytes)
         memory = Memory(prepared, self._watch, self._executor, events)
         self._progress = Progress(prepared, events)

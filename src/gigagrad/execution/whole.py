@@ -101,7 +101,7 @@ class WholeRun:
                 raise refused from error
             raise
         finally:
-            watch.close()
+            watch.close(keeps=step.keeps)
         self._events.emit(TileDone("whole image", 1, 1, 0.0))
 
     def _written(self) -> list[torch.Tensor]:

@@ -27,7 +27,7 @@ from gigagrad.plans.segments import Segment, summed_globals
 
 @dataclass(frozen=True, slots=True)
 class _Lives:
-    """What a tile allocates and releases, in order: entries of `fields`, then of `working`, with their factors."""
+    """Tell what a tile allocates and releases, in order: entries of `fields`, then of `working`, with their factors."""
 
     fields: tuple[int, ...]
     """The crops that there are."""
@@ -35,7 +35,7 @@ class _Lives:
     """The operators that take a workspace."""
     entries: NDArray[np.intp]
     factors: NDArray[np.int64]
-    """How many times its bytes an entry takes; negative: gives back."""
+    """Times its bytes that an entry takes; negative: gives back."""
     forward: int
     """The number of entries until the forward is through."""
     let_go: tuple[int, ...]

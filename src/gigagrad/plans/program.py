@@ -151,6 +151,8 @@ class Whole:
     """Large blocks come from the heap, which keeps what is freed, and not one by one from the system."""
     watched: bool = False
     """The heap gives back what it keeps before that exceeds the plan's peak."""
+    keeps: bool = False
+    """Memory that it frees stays in the heap for the next step: there is as much room beside it."""
 
 
 Step = Allocate | Tiles | Exchange | Gather | Scalars | Release | Whole

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from math import prod
 
 from gigagrad.allowances import ALLOCATOR_FRAGMENTATION, FILLED_UNSEEN_BYTES
@@ -27,6 +28,7 @@ def whole_plan(problem: Problem, memory_format: str) -> Plan | None:
     for freed_bytes, step in _ways(cost, phase):
         fixed = _amounts(problem, cost, freed_bytes)
         if room is None or total(fixed) <= room:
+            step = replace(step, keeps=step.from_heap and (room is None or total(fixed) + cost.peak_bytes <= room))
             return Plan(
                 image_shape=problem.image_shape,
                 device=problem.device,
@@ -39,7 +41,7 @@ def whole_plan(problem: Problem, memory_format: str) -> Plan | None:
                 whole_field=(),
                 budget_bytes=problem.budget_bytes,
                 fixed=fixed,
-                whole_seconds=_seconds(problem, cost, from_heap=step.from_heap),
+                whole_seconds=_seconds(problem, cost, step),
             )
     return None
 
@@ -69,13 +71,15 @@ def _amounts(problem: Problem, cost: WholeCost, freed_bytes: int) -> tuple[Amoun
     )
 
 
-def _seconds(problem: Problem, cost: WholeCost, *, from_heap: bool) -> float:
-    """Predict the time by the cost model: all threads share each operator, and on a host new pages take time."""
+def _seconds(problem: Problem, cost: WholeCost, step: Whole) -> float:
+    """Predict the time of any step but the first by the cost model: all threads share each operator, and on a host new
+    pages take time.
+    """
     machine = problem.machine
     seconds = sum(
         machine.operator_seconds(moved, flops, work, cached=in_place) for moved, flops, work, in_place in cost.operators
     )
     wall = machine.wall_seconds(seconds, len(cost.operators), 1, 1)
-    if problem.device != "cpu":
+    if problem.device != "cpu" or step.keeps:
         return wall
-    return wall + (machine.page_seconds(cost.peak_bytes) if from_heap else machine.block_seconds(cost.large_bytes))
+    return wall + (machine.page_seconds(cost.peak_bytes) if step.from_heap else machine.block_seconds(cost.large_bytes))

@@ -141,6 +141,7 @@ class Encoder:
         Raises as `batches` does, `ImageError` where the bag cannot be read, and whatever the network raises.
         """
         batches = self.batches(bag) if batches is None else batches
+        self.device.let_go()
         guard = self.device.memory_guard(batches.predicted_peak_bytes, self._budget_bytes)
         guard.begin_pass(batches.tile_bytes, 0, batches.largest_bytes)
 

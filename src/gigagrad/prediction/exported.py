@@ -124,9 +124,9 @@ class ExportedEngine:
             )
         inside = box.shift(-crop.y0, -crop.x0)
         found = torch.from_numpy(output[:, :, inside.y0 : inside.y1, inside.x0 : inside.x1].astype(np.float32))
-        return found if wanted is None else wanted.only(box, found)
+        return found if wanted is None else wanted.piece(box, box, found)
 
 
 def _read(image: Image, wanted: Within | None, box: Box, crop: Box) -> NDArray[Any] | None:
     """Read a crop, None where nothing of its box is wanted."""
-    return None if wanted is not None and not wanted.wants(box) else np.asarray(image.read(crop))
+    return None if wanted is not None and wanted.hull(box) is None else np.asarray(image.read(crop))

@@ -41,6 +41,7 @@ EXTRAS: dict[str, tuple[tuple[str, ...], str]] = {
     "lora": (("peft",), "adapters of encoders"),
     "optimizers": (("pytorch_optimizer",), "a hundred more optimizers"),
     "mix": (("scipy",), "the cheapest machines for a cohort"),
+    "export": (("onnx", "onnxruntime", "onnxscript"), "trained networks as ONNX"),
     "lightning": (("lightning",), "its Trainer"),
     "mlflow": (("mlflow",), "--trackers mlflow"),
     "wandb": (("wandb",), "--trackers wandb"),
