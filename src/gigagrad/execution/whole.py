@@ -89,7 +89,8 @@ class WholeRun:
             computing = watch.computing_whole if step.watched else watch.computing_tiles
             with computing():
                 self._run()
-                watch.tile_done()
+                if not step.keeps:
+                    watch.tile_done()
         except torch.OutOfMemoryError as error:
             if device.is_host:
                 raise

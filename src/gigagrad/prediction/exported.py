@@ -104,29 +104,26 @@ class ExportedEngine:
     def _pieces(self, image: Image, sides: tuple[int, int], wanted: Within | None) -> Generator[Piece, None, None]:
         _, height, width = image.shape
         boxes = list(tiles(height, width, *sides))
-        crops = [self.network.geometry.crop(box, height, width) for box in boxes]
+        parts = boxes if wanted is None else [wanted.hull(box) for box in boxes]
+        crops = [None if part is None else self.network.geometry.crop(part, height, width) for part in parts]
         start = time.perf_counter()
         with SideThreads(1, "gigagrad-read") as threads:
-            read = ahead(zip(boxes, crops, strict=True), lambda both: _read(image, wanted, *both), threads, 1)
-            for done, (box, crop, pixels) in enumerate(zip(boxes, crops, read, strict=True), start=1):
-                yield box, self._computed(box, crop, pixels, wanted)
+            read = ahead(crops, lambda crop: None if crop is None else np.asarray(image.read(crop)), threads, 1)
+            for done, (box, part, crop, pixels) in enumerate(zip(boxes, parts, crops, read, strict=True), start=1):
+                if part is None or crop is None or pixels is None:
+                    yield box, torch.full((1, self.network.outputs, *box.shape), math.nan)
+                else:
+                    computed = self._computed(part, crop, pixels)
+                    yield box, computed if wanted is None else wanted.piece(box, part, computed)
                 left = (time.perf_counter() - start) / done * (len(boxes) - done)
                 self.events.emit(TileDone("forward", done, len(boxes), left))
 
-    def _computed(self, box: Box, crop: Box, pixels: NDArray[Any] | None, wanted: Within | None) -> torch.Tensor:
-        if pixels is None:
-            return torch.full((1, self.network.outputs, *box.shape), math.nan)
+    def _computed(self, part: Box, crop: Box, pixels: NDArray[Any]) -> torch.Tensor:
         output = self._session.run(pixels[None])
         if output.shape != (1, self.network.outputs, *crop.shape):
             raise ModelError(
                 f"{self.network.path} makes {output.shape} of {pixels[None].shape}, expected {self.network.outputs} "
                 "channels of the same size; export it again"
             )
-        inside = box.shift(-crop.y0, -crop.x0)
-        found = torch.from_numpy(output[:, :, inside.y0 : inside.y1, inside.x0 : inside.x1].astype(np.float32))
-        return found if wanted is None else wanted.piece(box, box, found)
-
-
-def _read(image: Image, wanted: Within | None, box: Box, crop: Box) -> NDArray[Any] | None:
-    """Read a crop, None where nothing of its box is wanted."""
-    return None if wanted is not None and wanted.hull(box) is None else np.asarray(image.read(crop))
+        inside = part.shift(-crop.y0, -crop.x0)
+        return torch.from_numpy(output[:, :, inside.y0 : inside.y1, inside.x0 : inside.x1].astype(np.float32))
