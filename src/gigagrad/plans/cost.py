@@ -174,10 +174,8 @@ class Costs:
         rule = lookup(node.op)
         given = sum(self.graph[i].nbytes for i in set(node.operands) if not self.graph[i].is_field)
         given *= _REORDERED if rule.compiled else 1
-        seconds, work = (
-            given / self._machine.memory_bytes_per_second,
-            rule.work_of(Call(node, self.graph.operands(node))),
-        )
+        seconds = given / self._machine.memory_bytes_per_second
+        work = rule.work_of(Call(node, self.graph.operands(node)))
         found = self._flops_of(node) / node.nbytes, seconds, work, rule.gradient_forwards
         self._rates[node.id] = found
         return found
