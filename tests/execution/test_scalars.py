@@ -1,12 +1,18 @@
 """Sums of what tiles contribute."""
 
+import weakref
+
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
+from gigagrad.devices import device_for
 from gigagrad.execution import scalars
-from gigagrad.execution.scalars import add
+from gigagrad.execution.scalars import ScalarGraph, add
+from gigagrad.graphs import GATHER, SCATTER, InputSpec, capture
 
 
 @given(
@@ -38,3 +44,35 @@ def test_a_sum_is_no_view_of_its_first_value_and_lies_as_it_does():
     add(sums, 0, first, torch.float64)
     assert first.eq(1).all()
     assert sums[0].is_contiguous(memory_format=torch.channels_last)
+
+
+class _Tokens(nn.Module):
+    """Features of every pixel, mixed over all pixels, back in the image's form: a copy of them in another order."""
+
+    def forward(self, x_NCHW: torch.Tensor) -> torch.Tensor:
+        tokens = x_NCHW.flatten(2).transpose(1, 2)
+        mixed = (tokens @ tokens.transpose(1, 2)).softmax(-1) @ tokens
+        return mixed.transpose(1, 2).reshape(x_NCHW.shape)
+
+
+def test_whole_values_that_nothing_reads_are_gone_before_gradients_are_made(monkeypatch):
+    image = InputSpec((1, 1, 8, 8), torch.float32, field=True)
+    target = InputSpec((1, 4, 8, 8), torch.float32, field=True)
+    graph = capture(nn.Sequential(nn.Conv2d(1, 4, 1), _Tokens()), F.mse_loss, image, target)
+    globals_ = ScalarGraph(graph, set(), device_for("cpu"), backward=True)
+    (gathered,) = (node for node in graph.nodes if node.op == GATHER)
+    globals_.put(gathered.id, torch.rand(gathered.shape))
+    globals_.compute()
+    (read,) = (node.operands[0] for node in graph.nodes if node.op == SCATTER)
+    value, alive = weakref.ref(globals_.values[read]), []
+    made = torch.autograd.grad
+
+    def grad(*args, **options):
+        alive.append(value() is not None)
+        return made(*args, **options)
+
+    monkeypatch.setattr(torch.autograd, "grad", grad)
+    globals_.accumulate(read, torch.rand(graph[read].shape))
+    globals_.backward_from(0)
+    assert alive == [False]
+    assert globals_.cotangent(gathered.id) is not None

@@ -8,12 +8,13 @@ each part of the graph as rarely as the order of the segments allows.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from weakref import WeakKeyDictionary
 
 import torch
+from torch.autograd.graph import get_gradient_edge
 
 from gigagrad.devices import Device
 from gigagrad.execution.gradient_scale import GradientScale, multiplied
@@ -206,11 +207,13 @@ class ScalarGraph:
 
     def backward_from(self, level: int) -> None:
         """Run backward from what has arrived at values that are known only after `level` passes or more. Give back
-        those that are whole fields: nothing reads them any more.
+        those that are whole fields before: but for what autograd keeps, nothing reads them any more.
         """
-        self._backward([i for i in self._pending if self._level[i] >= level])
+        gone = list[int]()
         while self._whole and self._level[self._whole[-1]] >= level:
-            i = self._whole.pop()
+            gone.append(self._whole.pop())
+        self._backward([i for i in self._pending if self._level[i] >= level], gone)
+        for i in gone:
             self.values.pop(i, None)
             self._leaves.pop(i, None)
 
@@ -220,16 +223,20 @@ class ScalarGraph:
         """
         self._backward([i for i in self._pending if self._level[i] == 0])
 
-    def _backward(self, arrived: list[int]) -> None:
+    def _backward(self, arrived: list[int], gone: Iterable[int] = ()) -> None:
+        """Run backward from values, `gone` among which nothing reads any more, unless they are leaves."""
         if not arrived:
             return
-        outputs = [self.values[i] for i in arrived]
+        outputs = [get_gradient_edge(self.values[i]) for i in arrived]
         times = self.scale.within(self._pending[i] for i in arrived)
         cotangents = [multiplied(self._pending.pop(i), times).to(self.values[i].dtype) for i in arrived]
         reached = self._reached(arrived)
         if not reached:
             return
         leaves = [self.values[i] for i in reached]
+        for i in gone:
+            if i not in self._leaves:
+                self.values.pop(i, None)
         found = list(torch.autograd.grad(outputs, leaves, cotangents, retain_graph=True, allow_unused=True))
         found.reverse()
         for i in reached:
