@@ -460,7 +460,9 @@ def test_predict_evaluate_and_report_from_a_run(cohort, run_dir, some_page, tmp_
     assert json.loads(capsys.readouterr().out) == streamed
     cohort.write_text(f"slide,mask,fold\n{slide},{mask},1\n")
     assert main(["evaluate", "--predictions", out, "--slides", str(cohort), "--json"]) == 2  # what was it trained on?
-    assert "no rows with split 'test'" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "no rows with split 'test'" in said
+    assert "give the run of one, as RUN/fold-1, with --split val" in said
 
     page = tmp_path / "report.html"
     assert main(["report", "--run", str(run_dir), "--predictions", out, "--out", str(page)]) == 0

@@ -41,6 +41,21 @@ def test_csv_rows(folder):
 
 
 @pytest.mark.parametrize(
+    ("column", "value", "remedy"),
+    [
+        ("split", "train", "choose another, its splits are train"),
+        ("name", "one", "it has no splits; leave out --split"),
+        ("fold", "3", "its rows have folds: give the run of one, as RUN/fold-3, with --split val"),
+    ],
+)
+def test_a_split_that_is_not_there_says_what_to_give(folder, column, value, remedy):
+    table = folder / "cohort.csv"
+    table.write_text(f"slide,{column}\na.tif,{value}\n")
+    with pytest.raises(ConfigError, match=remedy):
+        find_slides([table], split="test")
+
+
+@pytest.mark.parametrize(
     ("text", "message"),
     [
         ("", "column 'slide' is missing"),

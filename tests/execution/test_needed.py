@@ -9,6 +9,7 @@ import gigagrad as gg
 from gigagrad.boxes import Box
 from gigagrad.devices.cpu import Cpu
 from gigagrad.errors import ConfigError
+from gigagrad.events import Event, TileBegun, TileDone
 from gigagrad.execution.needed import Within
 from gigagrad.images import Image, open_image
 
@@ -122,6 +123,20 @@ def test_only_tiles_that_are_read_are_read():
     image.read_px = 0
     engine.forward(image, within=cells)
     assert image.read_px == 22 * 22
+
+
+@pytest.mark.parametrize(("make", "before"), [(local, 0), (Normed, 20)])
+def test_progress_counts_what_is_computed_alone(make, before):
+    """A norm over the image takes all 20 tiles before it."""
+    heard: list[Event] = []
+    engine = gg.compile(bytes_first(make()), tile=(50, 50))
+    engine.events.subscribe(heard.append)
+    engine.forward(pixels(), within=corner())
+    count = before + 4
+    done = [event for event in heard if isinstance(event, TileDone)]
+    assert [(event.done, event.total) for event in done] == [(number, count) for number in range(1, count + 1)]
+    assert done[-1].seconds_left == 0
+    assert sum(isinstance(event, TileBegun) for event in heard) == count
 
 
 def one_cell(image):

@@ -14,6 +14,7 @@ from gigagrad.boxes import Box
 from gigagrad.cli import main
 from gigagrad.config.predict import PredictConfig
 from gigagrad.errors import BudgetError, ConfigError, GigagradError, ImageError, ModelError, WriteError
+from gigagrad.events import Event, TileDone
 from gigagrad.execution.sinks import Handed
 from gigagrad.images import open_image
 from gigagrad.images.views import ArrayImage
@@ -94,6 +95,17 @@ def test_it_predicts_as_the_engine_whatever_the_tiles(small, height, width, tile
     exported = ExportedEngine(ExportedNetwork.read(folder / "model.onnx"))
     monkeypatch.setattr(exported, "_tile", lambda sink, shape: tile)
     assert torch.allclose(exported.forward(ArrayImage(pixels)), expected, rtol=0, atol=1e-5)
+
+
+def test_progress_counts_what_is_computed_alone(small, monkeypatch):
+    heard: list[Event] = []
+    exported = ExportedEngine(ExportedNetwork.read(small[1] / "model.onnx"))
+    monkeypatch.setattr(exported, "_tile", lambda sink, shape: (16, 16))
+    exported.events.subscribe(heard.append)
+    cells = np.zeros((4, 4), bool)
+    cells[1, 1:3] = True
+    exported.forward(ArrayImage(image_of(64, 64)), within=cells)
+    assert [(event.done, event.total) for event in heard if isinstance(event, TileDone)] == [(1, 2), (2, 2)]
 
 
 def test_the_file_says_what_it_takes(small):

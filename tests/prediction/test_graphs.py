@@ -63,6 +63,22 @@ def test_nodes_have_the_ids_of_their_outlines():
         assert np.allclose(own[name].polygon.centroid.coords[0], graph.pos[number], atol=1e-4)
 
 
+def test_each_outline_has_its_node():
+    """Rings of few pixels are outlined by what they enclose, with their hole or without."""
+    ids = np.zeros((60, 90), np.uint8)
+    ids[2:22, 2:22], ids[3:21, 3:21] = 1, 0
+    ids[2:19, 30:47], ids[3:18, 31:46] = 1, 2
+    ids[2:52, 60:85] = 2
+    ids[30:40, 5:15] = 2  # smaller than 256 px, and without an outline
+    mask = open_image(ids)
+    outlines = list(placed(trace(mask, TUMOUR_AND_STROMA), "a"))
+    graph = tissue_graph(mask, TUMOUR_AND_STROMA, outlines=outlines)
+    assert sorted(graph.id) == sorted(region.id for region in outlines)
+    assert sorted(graph.x[:, 0]) == [64, 76, 1250]
+    assert graph.edge_attr[:, 1].tolist() == [0] * graph.edge_index.shape[1], "what they touched is no node"
+    assert tissue_graph(mask, TUMOUR_AND_STROMA).x[:, 0].tolist() == [1250]
+
+
 def test_labels_that_overlap_are_nodes_each():
     planes = np.zeros((2, 20, 20), np.uint8)
     planes[0, 2:12, 2:12] = 1

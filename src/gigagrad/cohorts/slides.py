@@ -57,8 +57,15 @@ def _of_source(source: Path, split: str | None, fold: int | None) -> Iterator[Ro
             every = split_rows(source, every, files, fold)
         rows = [row for row in every if split is None or row.split == split]
         if not rows:
-            have = ", ".join(sorted({row.split for row in every if row.split is not None})) or "none"
-            raise ConfigError(f"{source} has no rows with split '{split}'; choose another, its splits are {have}")
+            have = ", ".join(sorted({row.split for row in every if row.split is not None}))
+            folds = sorted({row.fold for row in every if row.fold is not None})
+            remedy = f"choose another, its splits are {have}" if have else "it has no splits; leave out --split"
+            if folds and not have:
+                remedy = (
+                    f"its rows have folds: give the run of one, as RUN/fold-{folds[0]}, with --split val for the "
+                    "slides that it has not learnt from; 'evaluate --split all' takes every slide"
+                )
+            raise ConfigError(f"{source} has no rows with split '{split}'; {remedy}")
         yield from rows
     elif source.is_dir() and source.suffix.lower() != ".zarr" and not dicom_instances(source):
         slides = slides_in(source)

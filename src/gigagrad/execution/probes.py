@@ -10,6 +10,7 @@ from gigagrad.boxes import Box
 from gigagrad.devices import MemoryGuard
 from gigagrad.events import Events, Notice, TileBegun, TileDone, TilePlace
 from gigagrad.execution.executor import Executor
+from gigagrad.execution.needed import Needed
 from gigagrad.execution.prepared import Prepared
 from gigagrad.plans import Plan, Segment, TileGeometry
 
@@ -31,21 +32,26 @@ class Probe:
 
 
 class Progress(Probe):
-    """Tells listeners of every tile, and what is left of the step: what the passes took the last time, else the plan's
-    seconds, scaled to what the tiles took so far. What was foretold counts as much as a tenth of the step would, for
-    its beginning is not typical of it (docs/decisions/0012-time-model.md).
+    """Tells listeners of every tile that is computed, and what is left of the step: what the passes took the last time,
+    else the plan's seconds, scaled to what the tiles took so far. What was foretold counts as much as a tenth of the
+    step would, for its beginning is not typical of it (docs/decisions/0012-time-model.md).
     """
 
-    def __init__(self, prepared: Prepared, events: Events) -> None:
+    def __init__(self, prepared: Prepared, events: Events, needed: Needed | None = None) -> None:
         self._prepared, self._plan, self._events = prepared, prepared.plan, events
-        seconds = self._plan.predicted_seconds
+        seconds, passes = self._plan.predicted_seconds, [step.segment for step in self._plan.passes]
         planned = [share * seconds for share in self._plan.pass_shares]
-        self._foretold = planned if prepared.taken is None else prepared.taken
-        self._foretold_seconds, self._tile_count = sum(self._foretold), self._plan.tile_count
+        foretold = planned if prepared.taken is None else prepared.taken
+        every = [self._plan.segments[segment].tile_count for segment in passes]
+        counts = every if needed is None else [len(needed[segment]) for segment in passes]
+        # Of each pass, what a tile adds to what was foretold.
+        self._of_tiles = [seconds / count for seconds, count in zip(foretold, every, strict=True)]
+        self._foretold_seconds = sum(one * count for one, count in zip(self._of_tiles, counts, strict=True))
+        self._tile_count = sum(counts)
         self._done = 0
         self._began = time.perf_counter()
         self._passes_began: list[float] = []
-        # Of what was foretold: what is over, and what each tile of the pass adds to it.
+        # Of what was foretold: what is over, and what each tile of this pass adds to it.
         self._over = self._of_tile = 0.0
 
     @property
@@ -55,8 +61,7 @@ class Progress(Probe):
 
     def pass_begins(self, index: int, fresh_bytes: int) -> None:
         self._passes_began.append(time.perf_counter())
-        segment = self._plan.segments[self._plan.passes[index].segment]
-        self._of_tile = self._foretold[index] / segment.tile_count
+        self._of_tile = self._of_tiles[index]
 
     def tile_begins(self, phase: str, segment: Segment, tile: TileGeometry) -> None:
         place = partial(place_of, self._prepared, segment, tile)

@@ -27,7 +27,7 @@ from gigagrad.execution.executor import Serial, Threads
 from gigagrad.execution.gradient_scale import multiplied
 from gigagrad.execution.journal import Journal, key_of
 from gigagrad.execution.layout import laid_out
-from gigagrad.execution.needed import Within
+from gigagrad.execution.needed import Within, needed_tiles
 from gigagrad.execution.prepared import Prepared
 from gigagrad.execution.probes import Memory, Progress
 from gigagrad.execution.scalars import ScalarGraph, Values
@@ -95,7 +95,8 @@ class Run:
         device.let_go()
         self._watch = device.memory_guard(plan.predicted_peak_bytes, plan.budget_bytes)
         memory = Memory(prepared, self._watch, self._executor, events)
-        self._progress = Progress(prepared, events)
+        needed = None if within is None else needed_tiles(prepared, within)
+        self._progress = Progress(prepared, events, needed)
         self._probes = (memory, self._progress)
         self._tile_loops = TileLoops(
             prepared,
@@ -108,6 +109,7 @@ class Run:
             self._probes,
             self.journal,
             within,
+            needed,
         )
         self.pass_seconds: tuple[float, ...] | None = None
         """Seconds that each pass took, once `run` is over; None where chunks of it were in the journal, and in a

@@ -22,7 +22,7 @@ from gigagrad.execution.executor import Executor
 from gigagrad.execution.gradient_scale import multiplied
 from gigagrad.execution.journal import ChunkRecord, Entry, Journal, first_reached, written
 from gigagrad.execution.layout import aligned
-from gigagrad.execution.needed import Within, needed_tiles
+from gigagrad.execution.needed import Needed, Within
 from gigagrad.execution.ordered_sum import OrderedSum
 from gigagrad.execution.prepared import Prepared
 from gigagrad.execution.probes import Probe
@@ -55,14 +55,14 @@ class TileLoops:
         watch: MemoryGuard,
         probes: tuple[Probe, ...],
         journal: Journal,
-        within: Within | None = None,
+        within: Within | None,
+        needed: Needed | None,
     ) -> None:
         self._prepared, self._graph = prepared, prepared.graph
         self._buffers, self._scalars, self._comm = buffers, scalars, comm
         self._executor, self._readers, self._watch, self._probes = executor, readers, watch, probes
         self._journal = journal
-        self._within = within
-        self._needed = None if within is None else needed_tiles(prepared, within)
+        self._within, self._needed = within, needed
         self._sums: OrderedSum | None = None
         roundings = buffers.roundings.items()
         self._quantised = frozenset(i for i, rounding in roundings if isinstance(rounding, Quantised))
@@ -93,10 +93,10 @@ class TileLoops:
             self._saved[segment.index, tile.id] = activations
             return {i: share.detach() for i, share in activations.shares.items()}
 
-        def work(item: Item) -> tuple[Values, Piece | None]:
+        def work(item: Item) -> tuple[TileGeometry, Values, Piece | None]:
             _, tile, inputs = item
             if not self._is_needed(segment, tile):
-                return {}, self._piece(segment, tile, None)
+                return tile, {}, self._piece(segment, tile, None)
             program = programs.at(tile)
             with torch.no_grad():
                 shares = shares_of(tile, inputs.crops)
@@ -104,7 +104,7 @@ class TileLoops:
                     if i in shares:
                         self._buffers.kept[i].write(tile.wanted(i), shares[i])
                 output = None if segment.output is None else shares.get(segment.output)
-                return program.partial_sums(tile, shares), self._piece(segment, tile, output)
+                return tile, program.partial_sums(tile, shares), self._piece(segment, tile, output)
 
         chunks, own = self._comm.own(step)
         saved = self._to_save(step, chunks, own)
@@ -115,9 +115,10 @@ class TileLoops:
                 record.take(chunk, found)
                 self._tell("forward", len(chunks.tiles(chunk)))
                 continue
-            for sums, piece in found:
+            for tile, sums, piece in found:
                 sums_of_chunks.add(chunk, sums)
-                self._tell("forward")
+                if self._is_needed(segment, tile):
+                    self._tell("forward")
                 if piece is not None:
                     yield piece
             self._journal.write(chunk, record.tensors(chunk))
@@ -316,7 +317,8 @@ class TileLoops:
         def in_turn(numbered: tuple[int, TileGeometry], found: tuple[TileInputs, bytes]) -> Item:
             (chunk, tile), (inputs, tile_hash) = numbered, found
             self._journal.reads(chunk, tile_hash)
-            self._begin("backward" if backward else "forward", segment, tile)
+            if self._is_needed(segment, tile):
+                self._begin("backward" if backward else "forward", segment, tile)
             return chunk, tile, inputs
 
         alone = sum(len(chunks.tiles(chunk)) for chunk in chosen) == 1  # then nothing is computed meanwhile

@@ -106,17 +106,18 @@ class ExportedEngine:
         boxes = list(tiles(height, width, *sides))
         parts = boxes if wanted is None else [wanted.hull(box) for box in boxes]
         crops = [None if part is None else self.network.geometry.crop(part, height, width) for part in parts]
-        start = time.perf_counter()
+        start, done, count = time.perf_counter(), 0, sum(crop is not None for crop in crops)
         with SideThreads(1, "gigagrad-read") as threads:
             read = ahead(crops, lambda crop: None if crop is None else np.asarray(image.read(crop)), threads, 1)
-            for done, (box, part, crop, pixels) in enumerate(zip(boxes, parts, crops, read, strict=True), start=1):
+            for box, part, crop, pixels in zip(boxes, parts, crops, read, strict=True):
                 if part is None or crop is None or pixels is None:
                     yield box, torch.full((1, self.network.outputs, *box.shape), math.nan)
-                else:
-                    computed = self._computed(part, crop, pixels)
-                    yield box, computed if wanted is None else wanted.piece(box, part, computed)
-                left = (time.perf_counter() - start) / done * (len(boxes) - done)
-                self.events.emit(TileDone("forward", done, len(boxes), left))
+                    continue
+                computed = self._computed(part, crop, pixels)
+                yield box, computed if wanted is None else wanted.piece(box, part, computed)
+                done += 1
+                left = (time.perf_counter() - start) / done * (count - done)
+                self.events.emit(TileDone("forward", done, count, left))
 
     def _computed(self, part: Box, crop: Box, pixels: NDArray[Any]) -> torch.Tensor:
         output = self._session.run(pixels[None])

@@ -67,7 +67,8 @@ def tissue_graph(
         mask: class ids, or a channel of 0 and 1 for each of several classes. Labels that overlap have no border.
         classes: those whose regions are nodes.
         seen: the slide at the mask's size, whose channels' means over a region are features.
-        min_area_px: regions of fewer pixels of the mask are left out.
+        min_area_px: regions of fewer pixels of the mask are left out, unless they have an outline: those of thin rings
+            have, as outlines are chosen by what they enclose.
         scale: how many level-0 pixels of the slide a pixel of the mask is high and wide.
         outlines: regions with ids, in pixels of the mask (`polygons.placed`); nodes of the same region get its id.
 
@@ -75,22 +76,26 @@ def tissue_graph(
     """
     require_mask(mask, 1 if mask.channels == 1 else len(classes))
     if mask.channels == 1:
-        found = [find_regions(mask, [kind.id for kind in classes], min_area_px=min_area_px, seen=seen)]
-        values = [found[0].values]
+        found = [find_regions(mask, [kind.id for kind in classes], seen=seen)]
+        values = found[0].values
     else:
-        found = [find_regions(mask.bands([kind.id]), min_area_px=min_area_px, seen=seen) for kind in classes]
-        values = [np.full(len(each), kind.id) for each, kind in zip(found, classes, strict=True)]
+        found = [find_regions(mask.bands([kind.id]), seen=seen) for kind in classes]
+        values = np.repeat([kind.id for kind in classes], [len(each) for each in found])
     unit, side = ("px", 1.0) if mask.mpp is None else ("um", mask.mpp)
     starts = np.cumsum([0, *map(len, found)])
-    yx, bounds = (np.concatenate([getattr(each, name) for each in found]) for name in ("centroids", "bounds_of"))
-    borders = np.concatenate([each.borders for each in found])
-    touching = np.concatenate([each.pairs + start for each, start in zip(found, starts, strict=False)])
+    ids = _ids(values, np.concatenate([each.firsts for each in found]), outlines)
+    kept = (np.concatenate([each.areas for each in found]) >= min_area_px) | np.array([*map(bool, ids)], bool)
+    names = ("areas", "perimeters", "centroids", "bounds_of", "means")
+    of_all = (np.concatenate([getattr(each, name) for each in found]) for name in names)
+    areas, perimeters, yx, bounds, means = (values_of[kept] for values_of in of_all)
+    pairs = np.concatenate([each.pairs + start for each, start in zip(found, starts, strict=False)])
+    there = kept[pairs].all(axis=1)
+    touching, borders = (np.cumsum(kept) - 1)[pairs[there]], np.concatenate([each.borders for each in found])[there]
     pairs, place = np.unique(np.concatenate((touching, _delaunay(yx))), axis=0, return_inverse=True)
     shared = np.zeros(len(pairs))
     shared[place[: len(borders)]] = borders
     distance = np.linalg.norm(yx[pairs[:, 0]] - yx[pairs[:, 1]], axis=1)
-    lengths = np.column_stack((np.concatenate([each.perimeters for each in found]), bounds[:, 2:] - bounds[:, :2]))
-    areas, means = (np.concatenate([getattr(each, name) for each in found]) for name in ("areas", "means"))
+    lengths = np.column_stack((perimeters, bounds[:, 2:] - bounds[:, :2]))
     channels = 0 if seen is None else seen.channels
     colours = (seen.channel_names if seen is not None else ()) or (
         _COLOURS if channels == len(_COLOURS) else [f"channel {number}" for number in range(1, channels + 1)]
@@ -99,26 +104,26 @@ def tissue_graph(
     return TissueGraph(
         (yx[:, ::-1] * scale[::-1]).astype(np.float32),
         np.column_stack((areas * side**2, lengths * side, means)).astype(np.float32),
-        np.concatenate(values),
+        values[kept],
         np.concatenate((pairs, pairs[:, ::-1])).T,
         np.tile(np.column_stack((distance, shared)) * side, (2, 1)).astype(np.float32),
         np.array([*measured, *(f"mean {colour}" for colour in colours)]),
         np.array([kind.name for kind in classes]),
         np.array([kind.id for kind in classes], np.int64),
         np.array([f"distance_{unit}", f"border_{unit}"]),
-        _ids(np.concatenate(values), np.concatenate([each.firsts for each in found]), outlines),
+        np.array([ids[node] for node in np.flatnonzero(kept)], np.str_),
     )
 
 
-def _ids(values: _Ints, firsts: _Ints, outlines: Iterable[Region]) -> NDArray[np.str_]:
-    """Find the id of each region by its class and its first pixel, where an outline has its first corner."""
+def _ids(values: _Ints, firsts: _Ints, outlines: Iterable[Region]) -> list[str]:
+    """Find the id of each region by its class and its first pixel, where an outline has its first corner; "" where none
+    has."""
     known = {}
     for region in outlines:
         x, y = np.asarray(region.polygon.exterior.coords, np.int64).T
         at = np.lexsort((x, y))[0]
         known[region.kind.id, int(y[at]), int(x[at])] = region.id
-    nodes = zip(values.tolist(), *firsts.T.tolist(), strict=True)
-    return np.array([known.get(node, "") for node in nodes], np.str_)
+    return [known.get(node, "") for node in zip(values.tolist(), *firsts.T.tolist(), strict=True)]
 
 
 def _delaunay(points: _Floats) -> _Ints:
