@@ -30,6 +30,7 @@ from gigagrad.execution import Engine, sources
 from gigagrad.execution import run as running
 from gigagrad.execution.buffers import Buffers
 from gigagrad.execution.executor import ahead
+from gigagrad.execution.predictions import Predictions
 from gigagrad.execution.probes import Progress
 from gigagrad.execution.scalars import ScalarGraph
 from gigagrad.execution.sinks import Pyramid, Several, WholeTensor
@@ -211,8 +212,8 @@ READING = {
         Engine.forward,
         Engine.stream,
         inspect.unwrap(sources.opened_sources),
-        Engine._delivered,
-        Engine._pieces,
+        Predictions.delivered,
+        Predictions.pieces,
         sources.image_source,
         sources.Source.close,
         opening.open_image,

@@ -7,7 +7,7 @@ import operator
 import sys
 import time
 from collections.abc import Callable, Generator, Iterator
-from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,6 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_unflatten
 
 from gigagrad.boxes import Box
 from gigagrad.devices import Device, Machine
@@ -24,10 +23,10 @@ from gigagrad.events import Events, Notice, StepMeasured, TileDone
 from gigagrad.execution.captures import Captures
 from gigagrad.execution.gradient_scale import MOST_OVERFLOWS, CotangentOverflow
 from gigagrad.execution.model_state import Left, check_independent, leave_state, stored_in
-from gigagrad.execution.needed import Within
-from gigagrad.execution.placing import Sources, placed
+from gigagrad.execution.placing import Sources
 from gigagrad.execution.planner import Planner
 from gigagrad.execution.predicted_image import PredictedImage
+from gigagrad.execution.predictions import Predictions, delivers_image
 from gigagrad.execution.prepared import Prepared
 from gigagrad.execution.probes import whole_begun
 from gigagrad.execution.recorded import RecordedRun, RecordedStep
@@ -35,12 +34,11 @@ from gigagrad.execution.rounding_error import average_in
 from gigagrad.execution.run import Run
 from gigagrad.execution.scalars import Values
 from gigagrad.execution.seeds import drawing, draws_of, seed_values
-from gigagrad.execution.sinks import Handed, OutputField, Pyramid, Sink, WholeTensor
+from gigagrad.execution.sinks import Handed, Sink
 from gigagrad.execution.sources import Source, opened_sources
 from gigagrad.execution.tracebacks import lets_go, stream_lets_go
 from gigagrad.execution.whole import TooLarge, WholeRun, filling, hooks_called
-from gigagrad.graphs import Captured, Graph, LossModule, Node
-from gigagrad.images import Image
+from gigagrad.graphs import Captured, Graph, LossModule
 from gigagrad.plans import Plan, Problem
 from gigagrad.ranks import Ranks
 from gigagrad.stores import Rounding, Tier
@@ -254,7 +252,7 @@ class Engine:
             image_node = self._captures.get(sources).graph.source("image")
             if image_node is None:
                 raise ModelError("the loss does not depend on the image, so there is no gradient")
-            return self._taken(image_node, sources, _sink(out, image_node, sources), "backward")
+            return self._predictions.taken(image_node, sources, out, "backward")
 
     @lets_go
     def forward(
@@ -291,9 +289,9 @@ class Engine:
             if self.loss is not None:
                 return self._run("forward", sources, [])[0].output
             graph = self._captures.get(sources).graph
-            if _delivers_image(graph):
+            if delivers_image(graph):
                 self._one_process("a prediction")
-                return self._delivered(graph, sources, out, within)
+                return self._predictions.delivered(graph, sources, out, within)
             if out is not None or within is not None:
                 raise ConfigError(f"{'within' if out is None else 'out'}= needs a model whose output is an image")
             return self._run("forward", sources, [])[0].outputs
@@ -311,7 +309,7 @@ class Engine:
             return
         self._one_process("stream")
         with opened_sources(self._composite, image, None) as sources:
-            yield from self._pieces(sources, Handed())
+            yield from self._predictions.pieces(sources, Handed())
 
     @lets_go
     def at(self, image: Any, *, at_once: bool = False) -> PredictedImage:
@@ -328,22 +326,7 @@ class Engine:
         if self.loss is not None:
             return self._without_loss().at(image, at_once=at_once)
         self._one_process("at")
-        with ExitStack() as held:
-            sources = held.enter_context(opened_sources(self._composite, image, None))
-            captured = self._captures.get(sources)
-            if not _delivers_image(captured.graph):
-                raise ConfigError("the model's output is no image, which at() needs; forward() returns it")
-            if at_once:
-                prepared = self._planner.prepare_boxes(captured.graph, sources)
-            else:
-                prepared = self._planner.prepare(captured.graph, sources, Handed(), backward=False)
-            stored, draws = stored_in(self._composite, prepared.graph), self._draws(prepared)
-            run = held.enter_context(Run(prepared, sources, stored, self.events, backward=False, draws=draws))
-            node = prepared.graph[prepared.graph.output]
-            seen = _image_of_its_size(node, sources)
-            name = getattr(sources["image"].image, "name", "prediction")
-            mpp = None if seen is None else seen.mpp
-            return PredictedImage(run, prepared.plan, node, name, mpp, held.pop_all())
+        return self._predictions.at(image, at_once=at_once)
 
     def state_dict(self) -> dict[str, Any]:
         """Return tile shapes and memory layouts by size, which depend on the machine and on the memory at hand,
@@ -359,6 +342,13 @@ class Engine:
         self._planner.load_state_dict(state)
         self.overflows = state.get("overflows", 0)  # none in states of earlier versions
         self._squared_errors = dict(state.get("gradient_errors") or {})
+
+    @property
+    def _predictions(self) -> Predictions:
+        """Make it anew: an engine that it is part of would be garbage in a circle."""
+        return Predictions(
+            self._composite, self._captures, self._planner, self.events, self._device, self._measured, self._draws
+        )
 
     def _without_loss(self) -> Engine:
         """Return the engine for predictions of one that has a loss; its events are this one's."""
@@ -384,49 +374,6 @@ class Engine:
         from gigagrad.terminal import while_it_lasts
 
         return while_it_lasts(self.events)
-
-    def _delivered(self, graph: Graph, sources: dict[str, Source], out: str | Path | Sink | None, within: Any) -> Any:
-        """Return what the sink makes of the output field."""
-        node = graph[graph.output]
-        forced = self._planner.forces_tiles
-        wanted = None if within is None else Within(within, node.shape, whole_tiles=forced)
-        taken = self._taken(node, sources, _sink(out, node, sources), "forward", wanted)
-        return tree_unflatten([taken], graph.structure) if out is None and graph.structure is not None else taken
-
-    def _taken(
-        self, node: Node, sources: dict[str, Source], sink: Sink, phase: str, within: Within | None = None
-    ) -> Any:
-        """Return what the sink makes of a field that comes in pieces: the output, or `backward` the gradient of the
-        image.
-        """
-        image = _image_of_its_size(node, sources)
-        mpp = None if image is None else image.mpp
-        pieces = self._pieces(sources, sink, phase, within)
-        try:
-            return sink.take(pieces, OutputField(node.shape, node.dtype, self._device.torch_device, mpp))
-        finally:
-            pieces.close()  # the traceback of an error may keep it
-
-    def _pieces(
-        self, sources: dict[str, Source], sink: Sink, phase: str = "forward", within: Within | None = None
-    ) -> Generator[tuple[Box, torch.Tensor], None, None]:
-        """Yield a field as it is computed, planned with what the sink holds of it."""
-        backward = phase == "backward"
-        with self._measured(phase, sources, sink) as (prepared, captured, _):
-            if not backward and not _delivers_image(prepared.graph):
-                raise ConfigError("stream needs a model whose output is an image")
-            stored, draws = stored_in(self._composite, prepared.graph), self._draws(prepared)
-            read = placed(sources, self._device) if prepared.places_images else sources
-            run = Run(prepared, read, stored, self.events, backward=backward, draws=draws, within=within)
-            with run, closing(run):
-                delivered = False
-                for piece in run.stream():
-                    delivered = True
-                    yield piece
-                if not delivered:  # a gradient that a whole-field operator gives, or none
-                    yield _whole_gradient(run)
-            self._planner.finished(prepared, None)
-        leave_state(self._composite, run.updates, captured)
 
     def _run(
         self, phase: str, sources: dict[str, Source], filled: list[torch.Tensor]
@@ -541,26 +488,6 @@ class Engine:
         self.events.emit(self.last_run)
 
 
-def _sink(out: str | Path | Sink | None, node: Node, sources: dict[str, Source]) -> Sink:
-    if out is None or isinstance(out, Sink):
-        return WholeTensor(node.dtype) if out is None else out
-    return Pyramid.in_place_of(Path(out), _image_of_its_size(node, sources))
-
-
-def _image_of_its_size(node: Node, sources: dict[str, Source]) -> Image | None:
-    """Return the image where the field is of its size, so that its pixels are where the image's are."""
-    source = sources["image"]
-    image = source.image
-    return image if isinstance(image, Image) and source.spec.shape[-2:] == node.shape[-2:] else None
-
-
-def _whole_gradient(run: Run) -> tuple[Box, torch.Tensor]:
-    whole = run.input_gradients.get("image")
-    if whole is None:
-        raise ModelError("no gradient reaches the image; is it detached in the model or the loss, or rounded?")
-    return Box.whole(*whole.shape[-2:]), whole
-
-
 def _accumulate(found: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
     """Add gradients to `.grad` the way autograd does, hooks included. `found` is emptied: what nobody else holds
     becomes a new `.grad` as it is.
@@ -586,14 +513,3 @@ class _HandOver(torch.autograd.Function):
         every = (None, *ctx.gradients)
         ctx.gradients.clear()
         return every
-
-
-def _delivers_image(graph: Graph) -> bool:
-    """Say whether the model's output is an image `(1, C, H, W)`, else a value without spatial axes.
-
-    Raises ModelError for a field with its axes anywhere else.
-    """
-    node = graph[graph.output]
-    if node.is_field and (node.axes != (-2, -1) or len(node.shape) != 4):
-        raise ModelError(f"an output that is an image must be laid out as (N, C, H, W), got shape {node.shape}")
-    return node.is_field
