@@ -12,12 +12,16 @@ import ipaddress
 import json
 import secrets
 import socket
-import threading
-from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping
-from typing import Any, Final
+from concurrent.futures import Future
+from contextlib import AbstractContextManager
+from pathlib import PurePosixPath
+from typing import Any, Final, TypeVar
+
+import numpy as np
 
 from gigagrad.errors import GigagradError, extra
+from gigagrad.images.pixels import Array, TileCache
 from gigagrad.threads import SideThreads
 from gigagrad.view.catalog import Catalog
 from gigagrad.view.curves import read_curves
@@ -27,14 +31,29 @@ from gigagrad.view.slides import Opened, Slides
 
 with extra("view"):
     from starlette.applications import Starlette
+    from starlette.exceptions import HTTPException
     from starlette.requests import Request
     from starlette.responses import PlainTextResponse, Response
     from starlette.routing import Route
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+Found = TypeVar("Found")
+
 _LONGEST_PATH: Final = 256
 _LONGEST_QUERY: Final = 1024
 _MOST_HEADERS: Final = 100
+_LONGEST_HEADERS: Final = 2**14
+_CACHED_BYTES: Final = 64 * 2**20
+_FIRST: Final = "index.html"
+_KINDS: Final = {
+    ".html": "text/html",
+    ".js": "text/javascript",
+    ".css": "text/css",
+    ".svg": "image/svg+xml",
+    ".txt": "text/plain",
+}
+"""Types of the page's files: those that the system knows may be others."""
+HEADERS: Final = 100
 _LONGEST_HEADERS: Final = 2**14
 _CACHED_BYTES: Final = 64 * 2**20
 _PAGE_FILES: Final = {
@@ -77,7 +96,7 @@ def application(
     """Make the application that answers: `page` has the built files by name, `host` is where it listens, so many
     `threads` read and compute, and if `framed` other pages may hold this one in a frame."""
     answers = _Answers(catalog, slides, page, SideThreads(threads, "gigagrad-view"))
-    routes = [Route(f"/{end}", answers.page) for end in page_ends(page)]
+    routes = [Route(f"/{name.removeprefix(_FIRST)}", answers.page) for name in page]
     routes += [
         Route("/catalog", answers.catalog),
         Route("/slides/{slide:int}", answers.slide),
@@ -97,11 +116,6 @@ def application(
     return Guard(app, token, {host}, framed=framed)
 
 
-def page_ends(page: Mapping[str, bytes]) -> list[str]:
-    """Return the ends of addresses under which the files of a page are found."""
-    return [end for end, (name, _) in _PAGE_FILES.items() if name in page]
-
-
 class _Answers:
     """Answers by address. Work that takes time runs in threads, not if its request is gone before it begins; those of
     them that have nothing to do decode parts of what another one reads."""
@@ -109,12 +123,12 @@ class _Answers:
     def __init__(self, catalog: Catalog, slides: Slides, page: Mapping[str, bytes], threads: SideThreads) -> None:
         self._catalog, self._slides, self._page = catalog, slides, page
         self._threads, self._free = threads, asyncio.Semaphore(threads.count)
-        self._tiles = _Recent(_CACHED_BYTES)
+        self._pictures = TileCache(_CACHED_BYTES)
         self._numbers = {str(item.row.slide): number for number, item in enumerate(catalog.items)}
 
     async def page(self, request: Request) -> Response:
-        name, kind = _PAGE_FILES[request.url.path.lstrip("/")]
-        return Response(self._page[name], media_type=kind)
+        name = request.url.path.lstrip("/") or _FIRST
+        return Response(self._page[name], media_type=_KINDS[PurePosixPath(name).suffix])
 
     async def catalog(self, request: Request) -> Response:
         slides = [
@@ -139,36 +153,25 @@ class _Answers:
         return await self._of_slide(request, lambda opened: _json(opened.describe_live()))
 
     async def thumbnail(self, request: Request) -> Response:
-        return await self._drawn(request, lambda opened: (opened.thumbnail(), "image/jpeg"))
+        return await self._drawn(request, lambda opened: opened.thumbnail())
 
     async def patches(self, request: Request) -> Response:
-        def listed(opened: Opened) -> Response:
-            found = opened.patches(request.path_params["number"])
-            return _not_there() if found is None else _json(found.ends())
-
-        return await self._of_slide(request, listed)
+        number = request.path_params["number"]
+        return await self._of_slide(request, lambda opened: _json(_there(opened.patches(number)).ends()))
 
     async def patch(self, request: Request) -> Response:
         """Answer with the patch at a place of their order, or with the one that holds a pixel."""
         asked = request.path_params
 
         def answer(opened: Opened) -> Response:
-            found = opened.patches(asked["number"])
-            if found is None:
-                return _not_there()
+            found = _there(opened.patches(asked["number"]))
             return _json(found.nth(asked["place"]) if "place" in asked else found.at(asked["y"], asked["x"]))
 
         return await self._of_slide(request, answer)
 
     async def counts(self, request: Request) -> Response:
-        channel = Style.parse(dict(request.query_params)).channel
-        layer = request.path_params["layer"]
-
-        def answer(opened: Opened) -> Response:
-            found = opened.counts(layer, channel)
-            return _not_there() if found is None else _json(found)
-
-        return await self._of_slide(request, answer)
+        channel, layer = Style.parse(dict(request.query_params)).channel, request.path_params["layer"]
+        return await self._of_slide(request, lambda opened: _json(_there(opened.counts(layer, channel))))
 
     async def now(self, request: Request) -> Response:
         """Answer with what is computed now, by runs, by predictions under way, and by the page's own networks."""
@@ -191,92 +194,56 @@ class _Answers:
     async def tile(self, request: Request) -> Response:
         style = Style.parse(dict(request.query_params))
         layer, level, column, row = (request.path_params[name] for name in ("layer", "level", "column", "row"))
-        return await self._drawn(request, lambda opened: opened.tile(layer, level, column, row, style))
+        kind = "image/png" if layer else "image/jpeg"
+        return await self._drawn(request, lambda opened: opened.tile(layer, level, column, row, style), kind)
 
     async def curves(self, request: Request) -> Response:
         number, start = request.path_params["run"], request.path_params["start"]
-        if number >= len(self._catalog.runs):
-            return _not_there()
-        return await self._later(request, lambda: _json(read_curves(self._catalog.runs[number].metrics, start)))
+        run = _there(self._catalog.runs[number] if number < len(self._catalog.runs) else None)
+        return await self._later(request, lambda: _json(read_curves(run.metrics, start)))
 
-    async def _drawn(self, request: Request, draw: Callable[[Opened], tuple[bytes, str] | None]) -> Response:
+    async def _drawn(
+        self, request: Request, draw: Callable[[Opened], bytes | None], kind: str = "image/jpeg"
+    ) -> Response:
         """Answer with a picture, one that was drawn lately where it is still there."""
+
+        def drawn(_: object) -> Array:
+            with self._opened(request) as opened:
+                return np.frombuffer(_there(draw(opened)), np.uint8)
+
         key = str(request.url.path), str(request.url.query)
-        known = self._tiles.get(key)
-        if known is not None:
-            return Response(known[0], media_type=known[1])
-
-        def drawn(opened: Opened) -> Response:
-            picture = draw(opened)
-            if picture is None:
-                return _not_there()
-            self._tiles.put(key, picture)
-            return Response(picture[0], media_type=picture[1])
-
-        return await self._of_slide(request, drawn)
+        return await self._later(request, lambda: Response(self._pictures.get(key, drawn).tobytes(), media_type=kind))
 
     async def _of_slide(self, request: Request, answer: Callable[[Opened], Response]) -> Response:
-        number = request.path_params["slide"]
-        if number >= len(self._slides.items):
-            return _not_there()
-
         def work() -> Response:
-            with self._slides.opened(number) as opened:
+            with self._opened(request) as opened:
                 return answer(opened)
 
         return await self._later(request, work)
+
+    def _opened(self, request: Request) -> AbstractContextManager[Opened]:
+        number = request.path_params["slide"]
+        return self._slides.opened(_there(number if number < len(self._slides.items) else None))
 
     async def _later(self, request: Request, work: Callable[[], Response]) -> Response:
         async with self._free:
             if await request.is_disconnected():  # somebody has zoomed past it
                 return Response(status_code=499)
-            loop = asyncio.get_running_loop()
-            done: asyncio.Future[Response] = loop.create_future()
-            self._threads.submit(lambda: loop.call_soon_threadsafe(_settle, done, *_outcome(work)))
-            return await done
+            done = Future[Response]()
+            self._threads.submit(_settle, done, work)
+            return await asyncio.wrap_future(done)
 
 
-def _outcome(work: Callable[[], Response]) -> tuple[Response | None, BaseException | None]:
-    """Return what work gives, or raises; of an error that a user can mend an answer with its text."""
-    try:
-        return work(), None
-    except (GigagradError, OSError) as error:
-        return PlainTextResponse(f"{error}\n", 422), None
-    except BaseException as error:
-        return None, error
-
-
-def _settle(done: asyncio.Future[Response], answer: Response | None, error: BaseException | None) -> None:
-    if done.done():  # nobody waits any more
+def _settle(done: Future[Response], work: Callable[[], Response]) -> None:
+    """Give what work makes, or raises; of an error that a user can mend an answer with its text."""
+    if not done.set_running_or_notify_cancel():  # nobody waits any more
         return
-    if error is not None:
+    try:
+        done.set_result(work())
+    except (GigagradError, OSError) as error:
+        done.set_result(PlainTextResponse(f"{error}\n", 422))
+    except BaseException as error:
         done.set_exception(error)
-    elif answer is not None:
-        done.set_result(answer)
-
-
-class _Recent:
-    """Pictures that were drawn lately, bounded in bytes; those that nobody has asked for go first."""
-
-    def __init__(self, limit_bytes: int) -> None:
-        self._limit_bytes, self._held_bytes = limit_bytes, 0
-        self._pictures: OrderedDict[tuple[str, str], tuple[bytes, str]] = OrderedDict()
-        self._lock = threading.Lock()
-
-    def get(self, key: tuple[str, str]) -> tuple[bytes, str] | None:
-        with self._lock:
-            found = self._pictures.get(key)
-            if found is not None:
-                self._pictures.move_to_end(key)
-            return found
-
-    def put(self, key: tuple[str, str], picture: tuple[bytes, str]) -> None:
-        with self._lock:
-            if key not in self._pictures:
-                self._pictures[key] = picture
-                self._held_bytes += len(picture[0])
-            while self._held_bytes > self._limit_bytes:
-                self._held_bytes -= len(self._pictures.popitem(last=False)[1][0])
 
 
 class Guard:
@@ -368,5 +335,8 @@ def _json(content: Any) -> Response:
     return Response(json.dumps(content, allow_nan=False), media_type="application/json")
 
 
-def _not_there() -> Response:
-    return PlainTextResponse("there is no such thing here\n", 404)
+def _there(found: Found | None) -> Found:
+    """Refuse to answer where there is nothing."""
+    if found is None:
+        raise HTTPException(404, "there is no such thing here")
+    return found

@@ -242,7 +242,7 @@ class Opened:
                 self._patches[number] = Patches(files[number], self.slide.bounds)
             return self._patches[number]
 
-    def square(self, x: int, y: int, side: int) -> tuple[bytes, str] | None:
+    def square(self, x: int, y: int, side: int) -> bytes | None:
         """Draw a part of the slide, in pixels of level 0, at about the size of a stamp; None outside of the slide."""
         part = Box(y, x, y + side, x + side).clamp(self.slide.height, self.slide.width)
         if part.empty:
@@ -251,17 +251,16 @@ class Opened:
         level = max(index for index, share in enumerate(shares) if not index or side * share >= _STAMP_PX)
         y0, x0, y1, x1 = (edge * shares[level] for edge in (part.y0, part.x0, part.y1, part.x1))
         box = Box(int(y0), int(x0), math.ceil(y1), math.ceil(x1))
-        return jpeg(self.shades.of(self.pyramid.read(level, box))), "image/jpeg"
+        return jpeg(self.shades.of(self.pyramid.read(level, box)))
 
-    def tile(self, layer: int, level: int, column: int, row: int, style: Style) -> tuple[bytes, str] | None:
-        """Draw a tile of the slide (layer 0) or of a layer, and name its type; None where there is none."""
+    def tile(self, layer: int, level: int, column: int, row: int, style: Style) -> bytes | None:
+        """Draw a tile of the slide (layer 0) as JPEG, or of a layer as PNG; None where there is none."""
         if layer > len(self.layers):
             self.predict()  # which this slide had before it was closed
         if layer:
-            picture = self.layers[layer - 1].picture(level, column, row, style) if layer <= len(self.layers) else None
-            return None if picture is None else (picture, "image/png")
+            return self.layers[layer - 1].picture(level, column, row, style) if layer <= len(self.layers) else None
         box = self.pyramid.tile(level, column, row)
-        return None if box is None else (jpeg(self.shades.of(self.pyramid.read(level, box))), "image/jpeg")
+        return None if box is None else jpeg(self.shades.of(self.pyramid.read(level, box)))
 
     def counts(self, layer: int, channel: int) -> dict[str, Any] | None:
         """Count the pixels of a layer, as `Layer.counts` does; None where there is none."""
