@@ -12,9 +12,10 @@ import pytest
 import tifffile
 
 from gigagrad.boxes import Box
+from gigagrad.cohorts.rows import told_apart
 from gigagrad.errors import ConfigError
 from gigagrad.images import open_image, write_pyramid
-from gigagrad.view.catalog import Item, Predicted, find, told_apart
+from gigagrad.view.catalog import Item, Predicted, find
 from gigagrad.view.layers import Style
 from gigagrad.view.slides import MOST_OPEN, Opened, Slides
 
@@ -193,7 +194,9 @@ def test_a_prediction_is_of_the_slide_that_it_names(predicted, jpeg_slide, tmp_p
 
 def test_names_grow_until_they_differ():
     paths = [Path("/a/x/slides/s"), Path("/b/x/slides/s"), Path("/b/y/slides/s")]
-    assert told_apart(paths, 2) == ["a/x/slides/s", "b/x/slides/s", "y/slides/s"]
+    names = ["/".join(told_apart(path, paths)) for path in paths]
+    assert names == ["a/x/slides/s", "b/x/slides/s", "y/slides/s"]
+    assert told_apart(Path("/s"), paths) == ("s",)
 
 
 @pytest.fixture

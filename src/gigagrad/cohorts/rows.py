@@ -201,21 +201,21 @@ def with_own_names(rows: Iterable[Row]) -> tuple[Row, ...]:
     return tuple(
         row
         if row.called is not None or len(by_name[row.name]) == 1
-        else dataclasses.replace(row, called=_told_apart(row.slide, by_name[row.name]))
+        else dataclasses.replace(row, called="-".join((*told_apart(row.slide, by_name[row.name])[:-1], row.slide.stem)))
         for row in rows
     )
 
 
-def _told_apart(slide: Path, others: set[Path]) -> str:
-    """Name `slide` behind as many of its folders as tell it from all others; behind one where none do."""
+def told_apart(path: Path, others: Collection[Path]) -> tuple[str, ...]:
+    """Return as many of a path's last parts, two at least, as tell it from all others; two where none do."""
 
-    def called(path: Path, folders: int) -> str:
-        return "-".join((*path.parts[1:-1][-folders:], path.stem))
+    def last(each: Path, count: int) -> tuple[str, ...]:
+        return each.relative_to(each.anchor).parts[-count:]
 
-    for folders in range(1, len(slide.parts) - 1):
-        if [called(other, folders) for other in others].count(called(slide, folders)) == 1:
-            return called(slide, folders)
-    return called(slide, 1)
+    for count in range(2, len(path.parts) + 1):
+        if [last(other, count) for other in others].count(last(path, count)) == 1:
+            return last(path, count)
+    return last(path, 2)
 
 
 def folded(rows: Iterable[Row], fold: int) -> tuple[Row, ...]:

@@ -90,6 +90,12 @@ def samples(image: Image) -> list[Array]:
     return [each if image.nodata is None else each[~is_nodata(each, image.nodata)] for each in channels]
 
 
+def names_shown(image: Image) -> list[str]:
+    """Name each channel for a person: as the file does, else by its colour or its number."""
+    names = image.channel_names or (("red", "green", "blue") if image.channels == 3 else ("",) * image.channels)
+    return [name or f"channel {number}" for number, name in enumerate(names, 1)]
+
+
 def full_range(dtype: np.dtype[Any]) -> tuple[float, float]:
     """Return intensities 0 and 1 where nothing else is known: 0 and the largest integer, or 1 for floats."""
     return 0.0, float(np.iinfo(dtype).max) if dtype.kind in "iu" else 1.0

@@ -19,12 +19,12 @@ from numpy.typing import NDArray
 from gigagrad.errors import ConfigError
 from gigagrad.files import replacing
 from gigagrad.images import Image, MaskClass, find_regions
+from gigagrad.images.thumbnails import names_shown
 from gigagrad.prediction.classes import require_mask
 from gigagrad.prediction.polygons import Region
 
 _Ints = NDArray[np.int64]
 _Floats = NDArray[np.float64]
-_COLOURS: Final = ("red", "green", "blue")
 _PRECISION: Final = 1e-6
 
 
@@ -96,10 +96,7 @@ def tissue_graph(
     shared[place[: len(borders)]] = borders
     distance = np.linalg.norm(yx[pairs[:, 0]] - yx[pairs[:, 1]], axis=1)
     lengths = np.column_stack((perimeters, bounds[:, 2:] - bounds[:, :2]))
-    channels = 0 if seen is None else seen.channels
-    colours = (seen.channel_names if seen is not None else ()) or (
-        _COLOURS if channels == len(_COLOURS) else [f"channel {number}" for number in range(1, channels + 1)]
-    )
+    colours = [] if seen is None else names_shown(seen)
     measured = (f"area_{unit}2", f"perimeter_{unit}", f"height_{unit}", f"width_{unit}")
     return TissueGraph(
         (yx[:, ::-1] * scale[::-1]).astype(np.float32),

@@ -125,10 +125,6 @@ def _threads(_: Path) -> _Finding:
     return "ok", detail
 
 
-def _profile(_: Path) -> _Finding:
-    return _rates("this machine")
-
-
 def _rates(name: str, card: str = "") -> tuple[Status, str, str]:
     """Say whether there are measured rates of this machine, or of a card in it."""
     from gigagrad.devices.machine import Gpu, Machine, ProfileError, profile_path, read_profile
@@ -263,7 +259,7 @@ CHECKS: dict[str, _Check] = {
     "Python": _python,
     "PyTorch": _torch,
     "Threads": _threads,
-    "Profile": _profile,
+    "Profile": lambda _: _rates("this machine"),
     "Memory": _memory,
     "Huge pages": _huge_pages,
     "Disk": _disk,

@@ -26,7 +26,7 @@ from gigagrad.errors import ConfigError
 from gigagrad.events import StepMeasured
 from gigagrad.files import write_text
 from gigagrad.plans import Plan
-from gigagrad.plans.description import Description, Table, describe
+from gigagrad.plans.description import Table, describe
 from gigagrad.prediction.scores import mean_sd
 from gigagrad.reports.pictures import counted, slides_of
 from gigagrad.reports.tables import class_tables, is_number, label_tables, mapping, measure_name, number
@@ -231,7 +231,6 @@ def gather(
     files = RunFolder(run_dir)
     run = read_run(files, predictions)
     slides, more, lost = slides_of(run_dir, folder, predictions) if folder is not None else ([], 0, [])
-    plan = _plan(mapping(_json(files.plan_data)))
     dice = {name: value for name, value in _dice(run).items() if math.isfinite(value)}
     return {
         "name": run_dir.resolve().name,
@@ -248,15 +247,11 @@ def gather(
         "slides": slides,
         "attended": any("attention" in entry.files for entry in predictions),
         "not_shown": more,
-        "plan": None if plan is None else _described(describe(plan)),
+        "plan": _plan(mapping(_json(files.plan_data))),
         "plan_text": _text(files.plan_text),
         "settings": [(key, _shown(key, value)) for key, value in run.config.items()],
         "environment": _environment(mapping(_json(files.environment))),
     }
-
-
-def _described(plan: Description) -> dict[str, Any]:
-    return {"title": plan.title, "facts": plan.facts, "tables": [*map(_tabled, plan.tables)]}
 
 
 def _tabled(table: Table) -> dict[str, Any]:
@@ -301,16 +296,19 @@ def _memory(steps: Sequence[StepMeasured]) -> dict[str, Any]:
     }
 
 
-def _plan(record: Mapping[str, Any]) -> Plan | None:
-    """Read the plan; None where the file is missing or no plan's, such as that of another version."""
+def _plan(record: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Describe the plan; None where the file is missing or no plan's, such as that of another version."""
     try:
         plan = Plan.from_dict(dict(record))
-        str(describe(plan))  # a word that is no text would fail later
+        described = describe(plan)
+        str(described)  # a word that is no text would fail later
         parts = [size for _, size in plan.memory_parts()]
         sizes = (plan.budget_bytes or 0, *parts, *(amount.size_bytes for amount in plan.elsewhere))
-        return plan if all(map(math.isfinite, sizes)) else None
+        tables = [*map(_tabled, described.tables)]
     except (ValueError, TypeError, AttributeError, LookupError, ArithmeticError, RecursionError):
         return None
+    known = all(map(math.isfinite, sizes))
+    return {"title": described.title, "facts": described.facts, "tables": tables} if known else None
 
 
 def _dice(run: RunData) -> Mapping[str, float]:

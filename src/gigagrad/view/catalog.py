@@ -17,7 +17,7 @@ from typing import Final
 from gigagrad.cohorts import Row, find_slides
 from gigagrad.cohorts.cohort import is_cohort_folder
 from gigagrad.cohorts.records import FILE_NAME, FOLDER, SlideResult, read_records
-from gigagrad.cohorts.rows import masks_beside, slides_in
+from gigagrad.cohorts.rows import masks_beside, slides_in, told_apart
 from gigagrad.config import read_yaml
 from gigagrad.errors import ConfigError, GigagradError
 from gigagrad.files import digest_of
@@ -92,12 +92,14 @@ class Item:
         }
 
     @property
+    def over(self) -> tuple[Path, ...]:
+        """Return the files that are shown over it."""
+        return tuple(path for paths in (*self.labels, *(each.files for each in self.predictions)) for path in paths)
+
+    @property
     def files(self) -> tuple[Path, ...]:
         """Return every file that may be opened for it."""
-        labels = (path for paths in self.labels for path in paths)
-        predicted = (path for each in self.predictions for path in each.files)
-        slides = (self.row.slide, *self.row.further_slides) if self.image is None else ()
-        return (*slides, *labels, *predicted)
+        return (*((self.row.slide, *self.row.further_slides) if self.image is None else ()), *self.over)
 
     def check_same(self) -> None:
         """Raise `ConfigError` where one of its files is another one than when the command started."""
@@ -189,21 +191,15 @@ def find(
 def _below(source: Path) -> list[Path]:
     """Return what lies one below a folder that is no source itself: runs, predictions, cohort files, folders of slides
     and of masks; nothing for other sources."""
-    if not source.is_dir() or source.suffix.lower() == ".zarr":
+    sources = (_is_run, _is_predictions, is_cohort_folder, _has_slides)
+    if not source.is_dir() or source.suffix.lower() == ".zarr" or any(is_one(source) for is_one in sources):
         return []
-    if _is_run(source) or _is_predictions(source) or is_cohort_folder(source) or _has_slides(source):
-        return []
-    inside = source.resolve()
-    entries = [
-        path
-        for path in sorted(source.iterdir())
-        if not path.name.startswith(".") and path.resolve().is_relative_to(inside)
-    ]
-    shown = (_is_run, _is_predictions, is_cohort_folder, _has_slides, _is_mask_folder)
+    entries = [path for path in sorted(source.iterdir()) if not path.name.startswith(".") and _inside(source, path)]
+    known = (*sources, _is_mask_folder)
     return [
         path
         for path in entries
-        if (any(known(path) for known in shown) if path.is_dir() else path.suffix.lower() == ".csv")
+        if (any(is_one(path) for is_one in known) if path.is_dir() else path.suffix.lower() == ".csv")
     ]
 
 
@@ -220,21 +216,32 @@ def _merged(items: Iterable[Item]) -> list[Item]:
     found: dict[tuple[Path, Image | None], Item] = {}
     for item in map(_resolved, items):
         key = item.row.slide, item.image
-        known = found.setdefault(key, item)
-        found[key] = dataclasses.replace(
-            known,
-            labels=tuple(dict.fromkeys((*known.labels, *item.labels))),
-            predictions=tuple(dict.fromkeys((*known.predictions, *item.predictions))),
-            table=known.table or item.table,
-            plans=tuple(dict.fromkeys((*known.plans, *item.plans))),
-        )
-    over = {
-        path
-        for item in found.values()
-        for paths in (*item.labels, *(each.files for each in item.predictions))
-        for path in paths
-    }
+        found[key] = _with(found.get(key, item), item.labels, item.predictions, item.plans, item.table)
+    over = {path for item in found.values() for path in item.over}
     return [item for (path, image), item in found.items() if path not in over or image is not None]
+
+
+def _with(
+    item: Item,
+    labels: Iterable[tuple[Path, ...]] = (),
+    predictions: Iterable[Predicted] = (),
+    plans: Iterable[tuple[str, Path]] = (),
+    table: ClassTable | None = None,
+) -> Item:
+    """Add what is known of a slide to what is known already."""
+    return dataclasses.replace(
+        item,
+        labels=tuple(dict.fromkeys((*item.labels, *labels))),
+        predictions=tuple(dict.fromkeys((*item.predictions, *predictions))),
+        plans=tuple(dict.fromkeys((*item.plans, *plans))),
+        table=item.table or table,
+    )
+
+
+def _inside(folder: Path, path: Path) -> Path | None:
+    """Return the file that a path leads to, None where that lies outside of a folder."""
+    found = path.resolve()
+    return found if found.is_relative_to(folder.resolve()) else None
 
 
 def _named(items: Sequence[Item], runs: Sequence[Run]) -> list[Item]:
@@ -243,7 +250,7 @@ def _named(items: Sequence[Item], runs: Sequence[Run]) -> list[Item]:
     if len(sources) < 2 and sum(run.named for run in runs) < 2:
         return list(items)
     networks = {digest_of(run.folder / "best.pt"): run.name for run in runs if (run.folder / "best.pt").is_file()}
-    names = dict(zip(sources, told_apart(sources, 2), strict=True))
+    names = {source: "/".join(told_apart(source, sources)) for source in sources}
 
     def named(predicted: Predicted) -> Predicted:
         return dataclasses.replace(predicted, of=networks.get(predicted.network, names[predicted.source]))
@@ -254,25 +261,10 @@ def _named(items: Sequence[Item], runs: Sequence[Run]) -> list[Item]:
 def _labelled(items: Sequence[Item]) -> Iterator[Item]:
     """Call every slide by its name, and those of one name by their folders, too."""
     names = Counter(item.name for item in items)
-    alike = [item.row.slide for item in items if names[item.name] > 1]
-    longer = dict(zip(alike, told_apart([path.with_suffix("") for path in alike], 2), strict=True))
+    alike = [item.row.slide.with_suffix("") for item in items if names[item.name] > 1]
     for item in items:
-        yield dataclasses.replace(item, label=longer.get(item.row.slide, item.name))
-
-
-def told_apart(paths: Sequence[Path], least: int) -> list[str]:
-    """Name paths by `least` of their last parts, or by as many more as tell each from all others."""
-
-    def called(path: Path, parts: int) -> str:
-        return "/".join(path.parts[-parts:])
-
-    found = []
-    for path in paths:
-        parts = least
-        while parts < len(path.parts) and [called(other, parts) for other in paths].count(called(path, parts)) > 1:
-            parts += 1
-        found.append(called(path, parts))
-    return found
+        longer = "/".join(told_apart(item.row.slide.with_suffix(""), alike)) if names[item.name] > 1 else item.name
+        yield dataclasses.replace(item, label=longer)
 
 
 def _is_run(source: Path) -> bool:
@@ -283,29 +275,22 @@ def _is_predictions(source: Path) -> bool:
     return source.is_dir() and ((source / FILE_NAME).is_file() or (source / FOLDER).is_dir())
 
 
-def _records(folder: Path) -> list[SlideResult]:
-    records = list(read_records(folder).values())
-    if not any(Path(record.slide).exists() for record in records):
-        raise ConfigError(f"the slides of {folder} are gone; name them beside --predictions {folder}")
-    return [record for record in records if Path(record.slide).exists()]
-
-
 def _of_predictions(folder: Path) -> list[Item]:
-    return [_with_record(Item(Row(Path(record.slide))), folder, record) for record in _records(folder)]
+    records = [record for record in read_records(folder).values() if Path(record.slide).exists()]
+    if not records:
+        raise ConfigError(f"the slides of {folder} are gone; name them beside --predictions {folder}")
+    return [_with_record(Item(Row(Path(record.slide))), folder, record) for record in records]
 
 
 def _of_slides(source: Path) -> list[Item]:
     rows, beside = find_slides([source]), dict[Path, list[Path]]()
     if source.is_dir():
-        inside = source.resolve()
-        rows = tuple(row for row in rows if all(path.resolve().is_relative_to(inside) for path in row.files))
+        rows = tuple(row for row in rows if all(_inside(source, path) for path in row.files))
         if not rows:
             raise ConfigError(f"all slides in {source} are links to other folders; name those")
         if not any(row.masks for row in rows):
             found = masks_beside(source).items()
-            beside = {
-                slide: [path for path in paths if path.resolve().is_relative_to(inside)] for slide, paths in found
-            }
+            beside = {slide: [path for path in paths if _inside(source, path)] for slide, paths in found}
     return [
         Item(row, labels=tuple((path,) for path in beside.get(row.slide, ())) or ((row.masks,) if row.masks else ()))
         for row in rows
@@ -321,8 +306,8 @@ def _of_run(folder: Path, name: str) -> list[Item]:
         rows = find_slides([Path(str(cohort))]) if cohort else ()
     except (GigagradError, OSError, ValueError, AttributeError, TypeError):
         return []  # its curves are there all the same
-    plan = (folder / "plan.json").resolve()
-    plans = ((name, plan),) if plan.is_relative_to(folder.resolve()) else ()
+    plan = _inside(folder, folder / "plan.json")
+    plans = ((name, plan),) if plan is not None else ()
     return [Item(row, labels=(row.masks,) if row.masks else (), table=table, plans=plans) for row in rows]
 
 
@@ -345,20 +330,18 @@ def _with_predictions(items: Sequence[Item], predictions: Path) -> list[Item]:
     file = predictions.resolve()
     shares = predictions.parent.name == "probabilities"
     predicted = Predicted(file, probabilities=file) if shares else Predicted(file, mask=file)
-    return [dataclasses.replace(items[0], predictions=(*items[0].predictions, predicted))]
+    return [_with(items[0], predictions=[predicted])]
 
 
 def _with_record(item: Item, folder: Path, record: SlideResult) -> Item:
-    inside = folder.resolve()
-
     def file(output: str, *inner: str) -> Path | None:
-        path = folder.joinpath(record.files.get(output, ""), *inner).resolve()
-        return path if output in record.files and path.exists() and path.is_relative_to(inside) else None
+        path = _inside(folder, folder.joinpath(record.files.get(output, ""), *inner))
+        return path if output in record.files and path is not None and path.exists() else None
 
     scores = [*record.scores.items(), *([("Dice", record.dice)] if record.dice is not None else [])]
     entries = record.made_with.classes
     predicted = Predicted(
-        inside,
+        folder.resolve(),
         mask=file("labelmap") or file("mask"),
         probabilities=file("probabilities"),
         attention=file("attention", f"{item.name}.tif"),
@@ -367,7 +350,7 @@ def _with_record(item: Item, folder: Path, record: SlideResult) -> Item:
         scores=tuple(scores),
         network=record.made_with.model_sha256,
     )
-    return dataclasses.replace(item, predictions=tuple(dict.fromkeys((*item.predictions, predicted))))
+    return _with(item, predictions=[predicted])
 
 
 def _with_mask(items: list[Item], path: Path) -> list[Item]:
@@ -381,7 +364,7 @@ def _with_mask(items: list[Item], path: Path) -> list[Item]:
         raise ConfigError(f"there is no mask {path}; check the path")
     if len(items) != 1:
         raise ConfigError(f"{path} is of one slide, and {len(items)} are shown; name a folder with a mask for each")
-    return [dataclasses.replace(items[0], labels=(*items[0].labels, (path.resolve(),)))]
+    return [_with(items[0], [(path.resolve(),)])]
 
 
 def _with_table(item: Item, table: ClassTable) -> Item:
@@ -391,23 +374,17 @@ def _with_table(item: Item, table: ClassTable) -> Item:
 
 def _with_masks_in(items: Iterable[Item], folder: Path) -> list[Item]:
     """Add what is called like each slide, unless that has it already."""
-    return [
-        dataclasses.replace(
-            item, labels=tuple(dict.fromkeys((*item.labels, *((path,) for path in _called(folder, item.name)))))
-        )
-        for item in items
-    ]
+    return [_with(item, [(path,) for path in _called(folder, item.name)]) for item in items]
 
 
 def _called(folder: Path, name: str) -> list[Path]:
     """Return the files of a folder that are called by a slide, whatever follows its name behind a dot."""
-    inside = folder.resolve()
     return [
-        path.resolve()
+        found
         for path in sorted(folder.iterdir())
         if (plain_stem(path.stem) == name or path.name.startswith(f"{name}."))
         and path.suffix.lower() in _MASKS_OF
-        and path.resolve().is_relative_to(inside)
+        and (found := _inside(folder, path))
     ]
 
 

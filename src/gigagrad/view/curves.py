@@ -42,9 +42,8 @@ def _points(line: bytes) -> list[list[Any]]:
         split, step, values = str(record["split"]), int(record["step"]), dict(record["values"])
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return []
-    return [[split, str(name), step, _finite(value)] for name, value in values.items()]
-
-
-def _finite(value: object) -> float | None:
-    number = float(value) if isinstance(value, int | float) and not isinstance(value, bool) else math.nan
-    return number if math.isfinite(number) else None
+    finite = {
+        str(name): float(value) if type(value) in (int, float) and math.isfinite(value) else None
+        for name, value in values.items()
+    }
+    return [[split, name, step, value] for name, value in finite.items()]

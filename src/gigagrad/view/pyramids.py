@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from gigagrad.boxes import Box
 from gigagrad.images import Image
-from gigagrad.images.pixels import CACHE_BYTES, Array, TileCache
+from gigagrad.images.pixels import CACHE_BYTES, Array, TileCache, grid_parts
 from gigagrad.images.views import Resampled
 from gigagrad.masks import AnnotationMask, ClassTable, Outlines
 from gigagrad.masks.classes import IGNORED
@@ -113,32 +113,16 @@ class ImagePyramid(Pyramid):
     def _pieced(self, level: int, box: Box) -> Array:
         """Put a box together from tiles; what lies outside is 0 of ids, and the image's fill otherwise."""
         canvas = np.full((self._image.channels, *box.shape), 0 if self._ids else self._image.fill, self._dtype)
-        inside = box.clamp(*self.shapes[level])
-        for row in range(inside.y0 // TILE, -(-inside.y1 // TILE)):
-            for column in range(inside.x0 // TILE, -(-inside.x1 // TILE)):
-                tile = self.tile(level, column, row)
-                assert tile is not None
-                part = inside.intersect(tile)
-                to, of = part.shift(-box.y0, -box.x0), part.shift(-tile.y0, -tile.x0)
-                pixels = self.read(level, tile)
-                canvas[:, to.y0 : to.y1, to.x0 : to.x1] = pixels[:, of.y0 : of.y1, of.x0 : of.x1]
+        inside = canvas[:, max(0, -box.y0) :, max(0, -box.x0) :]
+        for tile, to, of in grid_parts(box.clamp(*self.shapes[level]), TILE, TILE):
+            pixels = self.read(level, tile.clamp(*self.shapes[level]))
+            inside[:, to.y0 : to.y1, to.x0 : to.x1] = pixels[:, of.y0 : of.y1, of.x0 : of.x1]
         return canvas
 
     def _halved(self, level: int, box: Box) -> Array:
         """Make a tile of four of the level above."""
         finer = Box(2 * box.y0, 2 * box.x0, 2 * box.y1, 2 * box.x1).clamp(*self.shapes[level - 1])
-        if self._source(level - 1) is not None:  # at once, so that several threads decode it
-            return self._small(self.read(level - 1, finer))
-        made = np.empty((self._image.channels, *box.shape), self._dtype)
-        for y in range(finer.y0, finer.y1, TILE):
-            for x in range(finer.x0, finer.x1, TILE):
-                part = Box(y, x, min(y + TILE, finer.y1), min(x + TILE, finer.x1))
-                small = self._small(self.read(level - 1, part))
-                y0, x0 = y // 2 - box.y0, x // 2 - box.x0
-                made[:, y0 : y0 + small.shape[1], x0 : x0 + small.shape[2]] = small
-        return made
-
-    def _small(self, pixels: Array) -> Array:
+        pixels = self.read(level - 1, finer)
         return pixels[:, ::2, ::2] if self._ids else _means(pixels)
 
     @property
@@ -210,8 +194,7 @@ class MadePyramid(Pyramid):
 
 def nearest(pyramid: Pyramid, shape: tuple[int, int], box: Box) -> Array:
     """Read a box of a picture as if it were `shape` `(height, width)` large, by its nearest pixels; 0 outside of it."""
-    enough = [index for index, own in enumerate(pyramid.shapes) if max(own) >= max(shape)]
-    level = enough[-1] if enough else 0
+    level = pyramid.level_of(max(shape))
     height, width = pyramid.shapes[level]
     if (height, width) == shape:
         return pyramid.read(level, box)
@@ -220,10 +203,7 @@ def nearest(pyramid: Pyramid, shape: tuple[int, int], box: Box) -> Array:
     columns = (2 * np.arange(inside.x0, inside.x1) + 1) * width // (2 * shape[1])
     source = Box(int(rows[0]), int(columns[0]), int(rows[-1]) + 1, int(columns[-1]) + 1)
     read = pyramid.read(level, source)[:, rows[:, None] - source.y0, columns[None] - source.x0]
-    found = np.zeros((read.shape[0], *box.shape), read.dtype)
-    to = inside.shift(-box.y0, -box.x0)
-    found[:, to.y0 : to.y1, to.x0 : to.x1] = read
-    return found
+    return np.pad(read, [(0, 0), (inside.y0 - box.y0, box.y1 - inside.y1), (inside.x0 - box.x0, box.x1 - inside.x1)])
 
 
 AGREED, MISSED, FALSE, OTHER_CLASS = 1, 2, 3, 4
@@ -232,13 +212,10 @@ AGREED, MISSED, FALSE, OTHER_CLASS = 1, 2, 3, 4
 
 def errors(predicted: Array, label: Array) -> Ids:
     """Compare class ids `(1, h, w)` pixel by pixel; 0 where both are background, or the label is ignored."""
-    found = np.zeros(predicted.shape, np.uint8)
-    found[(predicted == label) & (label != 0)] = AGREED
-    found[(predicted == 0) & (label != 0)] = MISSED
-    found[(predicted != 0) & (label == 0)] = FALSE
-    found[(predicted != 0) & (label != 0) & (predicted != label)] = OTHER_CLASS
-    found[(label == IGNORED) | (predicted == IGNORED)] = 0
-    return found
+    neither = ((predicted == 0) & (label == 0)) | (predicted == IGNORED) | (label == IGNORED)
+    both = np.where(predicted == label, AGREED, OTHER_CLASS)
+    one = np.where(label == 0, FALSE, MISSED)
+    return np.where(neither, 0, np.where((predicted == 0) | (label == 0), one, both)).astype(np.uint8)
 
 
 def _means(pixels: Array) -> Array:

@@ -53,17 +53,6 @@ _KINDS: Final = {
     ".txt": "text/plain",
 }
 """Types of the page's files: those that the system knows may be others."""
-HEADERS: Final = 100
-_LONGEST_HEADERS: Final = 2**14
-_CACHED_BYTES: Final = 64 * 2**20
-_PAGE_FILES: Final = {
-    "": ("index.html", "text/html; charset=utf-8"),
-    "page.js": ("page.js", "text/javascript; charset=utf-8"),
-    "page.css": ("page.css", "text/css; charset=utf-8"),
-    "icon.svg": ("icon.svg", "image/svg+xml"),
-    "licences.txt": ("licences.txt", "text/plain; charset=utf-8"),
-}
-"""Files of the built page by the end of their address."""
 HEADERS: Final = {
     "content-security-policy": (
         "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' blob:; connect-src 'self'; "

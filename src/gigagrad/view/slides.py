@@ -7,7 +7,7 @@ import math
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from functools import partial
 from itertools import combinations
 from pathlib import Path
@@ -20,7 +20,7 @@ from gigagrad.errors import GigagradError, ImageError
 from gigagrad.images import Image, MaskClass, open_image
 from gigagrad.images.opening import open_ids
 from gigagrad.images.pixels import Array
-from gigagrad.images.thumbnails import range_shown, samples
+from gigagrad.images.thumbnails import names_shown, range_shown, samples
 from gigagrad.masks import ClassTable, LabelMap, is_annotation_file, open_mask, read_annotations
 from gigagrad.masks.classes import IGNORED, as_bytes, class_names, mask_classes
 from gigagrad.masks.outlines import in_pixels
@@ -99,15 +99,14 @@ class Opened:
 
     def _of(self, predicted: Predicted, table: ClassTable | None, label: Layer | None) -> Iterator[Layer]:
         """Yield the layers of one prediction."""
-        mask = self._tried(partial(self._predicted, predicted.mask, table)) if predicted.mask else None
-        if mask is not None:
-            yield mask
-        if predicted.probabilities and (
-            shares := self._tried(partial(self._probabilities, predicted.probabilities, table))
-        ):
-            yield shares
-        if predicted.attention and (attention := self._tried(partial(self._attention, predicted.attention))):
-            yield attention
+        ways = {
+            self._predicted: predicted.mask,
+            self._probabilities: predicted.probabilities,
+            self._attention: predicted.attention,
+        }
+        found = {make: self._tried(partial(make, path, table)) for make, path in ways.items() if path is not None}
+        yield from filter(None, found.values())
+        mask = found.get(self._predicted)
         if label is not None and mask is not None and mask.kind == "classes":
             yield Layer("Errors", "errors", MadePyramid(errors, mask.pyramid, label.pyramid), ERRORS)
 
@@ -129,10 +128,7 @@ class Opened:
         parts = [layer.pyramid for layer in layers]
 
         def stacked(*ids: Array) -> Array:
-            found = np.zeros_like(as_bytes(ids[0]))
-            for number, one in enumerate(ids, 1):
-                found[one > 0] = number
-            return found
+            return _label_map(np.concatenate(ids) > 0)
 
         known = table is not None and table.foreground
         named = class_names(len(paths) + 1, table)[1:] if known else [plain_name(path, "") for path in paths]
@@ -177,7 +173,7 @@ class Opened:
         classes = tuple(MaskClass(number, name, (0, 0, 0)) for number, name in enumerate(names))
         return Layer("Probabilities", "probabilities", pyramid, classes, self._place(image))
 
-    def _attention(self, path: Path) -> Layer:
+    def _attention(self, path: Path, _: ClassTable | None) -> Layer:
         """Show the share of patches that have less attention: attention itself is next to 0 almost everywhere."""
         image = self._files.enter_context(open_image(path))
         pyramid = ImagePyramid(image, ids=True)  # a pixel is a part of a patch, and is not averaged
@@ -213,7 +209,7 @@ class Opened:
             "height": slide.height,
             "width": slide.width,
             "mpp": slide.mpp,
-            "channels": [name or f"channel {number}" for number, name in enumerate(_channel_names(slide), 1)],
+            "channels": names_shown(slide),
             "dtype": str(slide.dtype),
             "tile": TILE,
             "levels": self.pyramid.shapes,
@@ -386,25 +382,16 @@ def _described(layer: Layer) -> dict[str, Any]:
     }
 
 
-def _channel_names(slide: Image) -> tuple[str, ...]:
-    if slide.channel_names:
-        return slide.channel_names
-    return ("red", "green", "blue") if slide.channels == 3 else ("",) * slide.channels
-
-
 def _shades(slide: Image) -> Shades:
     """Return the range in which samples are drawn: all of a byte's, else where those of some boxes lie."""
     assert isinstance(slide.dtype, np.dtype)
     if slide.dtype == np.uint8 and slide.channels >= 3:
         return Shades(0, 255)
     values = np.concatenate(samples(slide)[:3])
-    values = values[np.isfinite(values)]
-    largest = float(values.max()) if values.size else 0.0
-    if slide.dtype == np.uint8 and largest >= _MOST_CLASSES:
-        return Shades(0, 255)
-    if slide.dtype == np.uint8:  # a mask of few values
-        return Shades(0, max(largest, 1))
-    return Shades(*range_shown(values, slide.dtype))
+    if slide.dtype == np.uint8:  # in grey, or a mask of few values
+        largest = float(values.max(initial=1))
+        return Shades(0, 255 if largest >= _MOST_CLASSES else largest)
+    return Shades(*range_shown(values[np.isfinite(values)], slide.dtype))
 
 
 def _known(named: Any) -> tuple[MaskClass, ...]:
@@ -423,14 +410,10 @@ def _coarse(pyramid: Pyramid) -> Array:
 
 def _holds_shares(path: Path) -> bool:
     """Say whether a picture holds probabilities and no class ids: floats, or bytes of many values."""
-    with open_ids(path) as image:
+    with open_ids(path) as image, closing(ImagePyramid(image, ids=True)) as pyramid:
         if image.dtype != np.uint8 or image.channels > 1:
             return str(image.dtype).startswith("float")
-        pyramid = ImagePyramid(image, ids=True)
-        try:
-            return len(np.unique(_coarse(pyramid))) > _MOST_CLASSES
-        finally:
-            pyramid.close()
+        return len(np.unique(_coarse(pyramid))) > _MOST_CLASSES
 
 
 def _label_map(labels: Array) -> Array:
