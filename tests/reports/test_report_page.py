@@ -16,7 +16,7 @@ from gigagrad.models import Normalise, save_model
 from gigagrad.prediction import predict
 from gigagrad.reports.report import write_report
 from gigagrad.view.page import read_page
-from tests.view.browser import PROGRAM, Browser
+from tests.view.browser import AXE, PROGRAM, Browser
 
 try:
     read_page()
@@ -115,6 +115,11 @@ def test_everything_has_a_name_and_stands_in_the_page_s_width(browser):
         browser.ask("Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=False)
         browser.wait("document.documentElement.scrollWidth <= innerWidth")
     browser.ask("Emulation.setDeviceMetricsOverride", width=1280, height=900, deviceScaleFactor=1, mobile=False)
+
+
+@pytest.mark.skipif(not AXE.is_file(), reason="needs axe-core; make page")
+def test_it_keeps_the_rules_of_accessibility(browser):
+    assert browser.faults() == browser.faults("dark") == []
 
 
 def test_layers_are_switched_for_all_slides_and_errors_take_the_place_of_predictions(browser):

@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import Any, Self
 
 PROGRAM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+AXE = Path(__file__).parents[2] / "web" / "node_modules" / "axe-core" / "axe.min.js"
+"""Rules of the WCAG as a program: https://github.com/dequelabs/axe-core"""
 _FLAGS = (
     *("--headless=new", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-extensions", "--hide-scrollbars"),
     *("--disable-background-networking", "--disable-component-update", "--remote-debugging-pipe"),
@@ -133,6 +135,17 @@ class Browser:
     def click(self, x: float, y: float) -> None:
         for kind in ("mousePressed", "mouseReleased"):
             self.ask("Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", clickCount=1)
+
+    def faults(self, scheme: str = "light") -> list[str]:
+        """Return what axe-core finds that people who use a keyboard or a screen reader, or see little contrast, meet,
+        in a colour scheme, `light` or `dark`.
+        """
+        self.ask("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
+        self.evaluate(f"{AXE.read_text(encoding='utf-8')};0")
+        told = "({violations}) => violations.map(({id, nodes}) => [id, ...nodes.map(({html}) => html)].join(' '))"
+        found: list[str] = self.evaluate(f"axe.run().then({told})")
+        self.ask("Emulation.setEmulatedMedia", features=[])
+        return found
 
     def screenshot(self, path: Path) -> None:
         path.write_bytes(base64.b64decode(self.ask("Page.captureScreenshot", format="png")["data"]))

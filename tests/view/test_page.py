@@ -26,7 +26,7 @@ from gigagrad.view.live import Live
 from gigagrad.view.page import read_page
 from gigagrad.view.server import application, new_token
 from gigagrad.view.slides import Slides
-from tests.view.browser import PROGRAM, Browser
+from tests.view.browser import AXE, PROGRAM, Browser
 from tests.view.test_patches import tile
 
 try:
@@ -35,6 +35,7 @@ except ConfigError:
     PAGE = None
 needs_page = pytest.mark.skipif(PAGE is None, reason="the page is not built; make page")
 needs_browser = pytest.mark.skipif(PROGRAM is None, reason="needs Chromium")
+needs_axe = pytest.mark.skipif(not AXE.is_file(), reason="needs axe-core; make page")
 
 
 def test_without_a_built_page_one_line_says_how_to_build_it(monkeypatch):
@@ -206,6 +207,20 @@ class TestPage:
             "layers",
         ]
 
+    @needs_axe
+    @pytest.mark.parametrize("scheme", ["light", "dark"])
+    def test_the_slide_its_keys_and_the_curves_keep_the_rules_of_accessibility(self, browser, scheme):
+        assert browser.faults(scheme) == []
+        browser.key("?")
+        assert browser.faults(scheme) == []
+        browser.key("Escape")
+        browser.evaluate("document.querySelector('button.run').click()")
+        browser.wait("document.querySelector('#curves .uplot canvas') !== null")
+        assert browser.faults(scheme) == []
+        browser.evaluate("document.querySelector('button.slide').click()")
+        browser.wait("document.getElementById('curves').hidden && !document.getElementById('layers').hidden")
+        browser.wait("document.querySelectorAll('.layer').length === 7")
+
     def test_the_tile_that_a_run_computes_is_marked_while_it_does(self, browser, run_dir, jpeg_slide):
         lines, work = "document.getElementById('grid-lines')", "document.getElementById('work')"
         browser.evaluate("document.querySelector('button.slide').click()")
@@ -323,7 +338,7 @@ _SPOT = "document.querySelector('#stage-2 canvas').getContext('2d').getImageData
 class TestTwo:
     def test_predictions_are_side_by_side_each_with_its_name(self, two):
         names = two.evaluate("[...document.querySelectorAll('.source select')].map((each) => each.value)")
-        assert names[1].endswith("/other")
+        assert names[1] == "other"
         assert names[0] != names[1]
         told = "[...document.querySelectorAll('.pane [role=application]')].map((each) => each.ariaLabel)"
         for label, side, name in zip(two.evaluate(told), ("left", "right"), names, strict=True):
@@ -369,6 +384,10 @@ class TestTwo:
         two.wait("document.getElementById('pane-2').checkVisibility()")
         assert two.evaluate(shown) == 10
         two.wait(_SAME)
+
+    @needs_axe
+    def test_two_predictions_and_patches_keep_the_rules_of_accessibility(self, two):
+        assert two.faults() == two.faults("dark") == []
 
     def test_the_list_of_patches_leads_to_each(self, two):
         names = two.evaluate("[...document.querySelectorAll('.patches button')].map((each) => each.ariaLabel)")

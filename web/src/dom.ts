@@ -25,6 +25,10 @@ export function at<T extends HTMLElement = HTMLElement>(id: string): T {
   return document.getElementById(id) as T;
 }
 
+// A line for each score: what it is of, and its value.
+export const scoreLines = (scores: Record<string, number>) =>
+  Object.entries(scores).map(([name, value]) => make("small", { class: "score" }, make("span", {}, name), " ", make("span", {}, value.toFixed(4))));
+
 export const colour = (rgb: readonly number[]) => `rgb(${rgb.join(" ")})`;
 
 export const grouped = (value: number, digits = 0) =>

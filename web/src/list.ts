@@ -1,5 +1,5 @@
 import * as api from "./api";
-import { at, make } from "./dom";
+import { at, make, scoreLines } from "./dom";
 
 // Slides with thumbnails, to be sorted by name and scores, and runs.
 export class List {
@@ -29,7 +29,6 @@ export class List {
     this.runs = catalog.runs.map((name, index) =>
       make("li", {}, make("button", { type: "button", class: "run", click: () => openRun(index) }, make("span", {}, `Curves of ${name}`, make("small", {})))));
     this.buttons = catalog.slides.map((slide, index) => {
-      const told = Object.entries(slide.scores).map(([name, value]) => `${name} ${value.toFixed(4)}`).join(", ");
       return make(
         "li",
         {},
@@ -37,7 +36,7 @@ export class List {
           "button",
           { type: "button", class: "slide", click: () => openSlide(index) },
           make("img", { src: api.thumbnail(index), alt: "", loading: "lazy", decoding: "async" }),
-          make("span", {}, slide.name, ...[slide.folder, told].filter(Boolean).map((text) => make("small", {}, text)), make("small", { class: "at-work" })),
+          make("span", {}, slide.name, make("small", {}, slide.folder), ...scoreLines(slide.scores), make("small", { class: "at-work" })),
         ),
       );
     });

@@ -47,7 +47,7 @@ function help(): void {
   const dialog = at<HTMLDialogElement>("help");
   dialog.replaceChildren(
     make("h2", { id: "help-title" }, "Keys"),
-    make("table", {}, make("tbody", {}, ...KEYS.map(([keys, does]) => make("tr", {}, make("th", { scope: "row" }, make("kbd", {}, keys)), make("td", {}, does))))),
+    make("table", {}, make("tbody", {}, ...KEYS.map(([keys, does]) => make("tr", {}, make("th", { scope: "row" }, ...keys.split(/( and )/).map((key) => (key === " and " ? key : make("kbd", {}, key)))), make("td", {}, does))))),
     make("p", {}, "Tab goes from the list of slides to the slide, the zoom buttons and the layers. ", make("a", { href: document.getElementById("licences") ? "#licences" : "licences.txt" }, "Licences")),
     make("form", { method: "dialog" }, make("button", { autofocus: true }, "Close")),
   );
@@ -157,7 +157,7 @@ async function begin(): Promise<void> {
   const list = new List(catalog, (number) => void openSlide(number), openRun);
   const sides = catalog.sources.length > 1 ? [["◫", "Two predictions side by side, or one", () => tell(stage.toggle())] as [string, string, () => void]] : [];
   at("tools").append(
-    ...([...sides, ["+", "Zoom in", () => stage.leading.zoom(1.5)], ["−", "Zoom out", () => stage.leading.zoom(1 / 1.5)], ["⤢", "Show the whole slide", () => stage.leading.whole()], ["1:1", "Show pixels at their actual size", () => stage.leading.actualSize()], ["?", "List all keys", help]] as [string, string, () => void][])
+    ...([...sides, ["+", "Zoom in", () => stage.leading.zoom(1.5)], ["−", "Zoom out", () => stage.leading.zoom(1 / 1.5)], ["⤢", "Show the whole slide", () => stage.leading.whole()], ["1:1", "1:1, pixels at their actual size", () => stage.leading.actualSize()], ["?", "List all keys", help]] as [string, string, () => void][])
       .map(([sign, name, act]) => make("button", { type: "button", "aria-label": name, title: name, click: act }, sign)),
   );
 

@@ -1,6 +1,6 @@
 import * as api from "./api";
 import type { LayerInfo, Plan, SlideInfo } from "./api";
-import { at, colour, grouped, make } from "./dom";
+import { at, colour, grouped, make, scoreLines } from "./dom";
 import type { Panes } from "./panes";
 import { isAttention, PatchList } from "./patches";
 import { called } from "./readout";
@@ -51,11 +51,10 @@ export class Panel {
     const about = [
       `${info.width.toLocaleString("en")} × ${info.height.toLocaleString("en")} px`,
       info.mpp === null ? "pixel size unknown" : `${Number(info.mpp.toPrecision(4))} µm/px`,
-      ...Object.entries(info.scores).map(([name, value]) => `${name} ${value.toFixed(4)}`),
     ];
     panel.replaceChildren(
       make("h1", {}, info.name),
-      make("p", { class: "about" }, about.join(" · ")),
+      make("p", { class: "about" }, about.join(" · "), ...scoreLines(info.scores)),
       ...info.problems.map((problem) => make("p", { class: "problem", role: "alert" }, problem)),
       workPlace(),
       ...info.layers.map((layer, index) => this.layer(layer, index)),

@@ -32,7 +32,7 @@ export class PatchList {
       "button",
       { type: "button", "aria-label": name, title: name, "data-place": place, click: () => void this.step(place) },
       make("img", { src: api.square(this.slide, patch), alt: "", loading: "lazy", decoding: "async" }),
-      make("small", {}, attention.toPrecision(2)),
+      make("small", {}, attention.toPrecision(3)),
     ));
   }
 

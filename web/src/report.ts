@@ -18,7 +18,7 @@ type Inside = (Node | string)[];
 export function show(report: Report): void {
   const viewer = make("div", { id: "viewer" }, ...document.body.childNodes);
   const charts = new Charts();
-  const article = make("article", { id: "report" }, ...sections(report, charts));
+  const article = make("main", { id: "report" }, ...sections(report, charts));
   document.body.classList.add("report");
   document.body.append(article, viewer);
   document.title = titleOf(report);
