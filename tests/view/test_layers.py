@@ -47,6 +47,15 @@ def test_outlines_are_where_a_region_meets_another(ids):
     assert got[20, 20, 3] == got[20, 40, 3] == 0
 
 
+def test_a_line_has_a_dark_edge_and_no_edge_where_its_class_is_hidden(ids):
+    got = rgba(layer(ids).picture(0, 0, 0, Style("outline", frozenset([2]))))
+    assert got[20, 27].tolist() == [10, 20, 30, 255]
+    assert got[20, 26].tolist() == [20, 20, 24, 255]
+    assert got[20, 25, 3] == 0
+    assert not got[10:30, 30:34, 3].any()
+    assert got[0, 0, 3] == 0, "ignored"
+
+
 def test_a_region_that_fills_a_tile_has_no_outline_inside_of_the_slide():
     ids = np.ones((1, 600, 1100), np.uint8)
     got = rgba(layer(ids).picture(0, 1, 0, Style("outline")))

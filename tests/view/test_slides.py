@@ -280,12 +280,12 @@ def test_what_two_networks_predicted_is_told_apart_by_their_runs(predicted, jpeg
     shutil.copytree(network_dir, run)
     (run / "metrics.jsonl").write_text("")
     (item,) = find([run, predicted, other]).items
-    assert [each.of for each in item.predictions] == [f"{tmp_path.name}/run", f"{tmp_path.name}/other"]
-    assert list(item.scores) == [f"Dice ({tmp_path.name}/run)", f"Dice ({tmp_path.name}/other)"]
+    assert [each.of for each in item.predictions] == [f"{tmp_path.name}/run", "other"]
+    assert list(item.scores) == [f"Dice ({tmp_path.name}/run)", "Dice (other)"]
     opened = Opened(item)
     assert [(layer.name, layer.of) for layer in opened.layers if not layer.between][::2] == [
         ("Prediction", f"{tmp_path.name}/run"),
-        ("Prediction", f"{tmp_path.name}/other"),
+        ("Prediction", "other"),
     ]
     opened.close()
 

@@ -206,16 +206,16 @@ def with_own_names(rows: Iterable[Row]) -> tuple[Row, ...]:
     )
 
 
-def told_apart(path: Path, others: Collection[Path]) -> tuple[str, ...]:
-    """Return as many of a path's last parts, two at least, as tell it from all others; two where none do."""
+def told_apart(path: Path, others: Collection[Path], least: int = 2) -> tuple[str, ...]:
+    """Return as many of a path's last parts as tell it from all others: `least` or more, and `least` where none do."""
 
     def last(each: Path, count: int) -> tuple[str, ...]:
         return each.relative_to(each.anchor).parts[-count:]
 
-    for count in range(2, len(path.parts) + 1):
+    for count in range(least, len(path.parts) + 1):
         if [last(other, count) for other in others].count(last(path, count)) == 1:
             return last(path, count)
-    return last(path, 2)
+    return last(path, least)
 
 
 def folded(rows: Iterable[Row], fold: int) -> tuple[Row, ...]:

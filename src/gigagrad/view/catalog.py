@@ -250,7 +250,7 @@ def _named(items: Sequence[Item], runs: Sequence[Run]) -> list[Item]:
     if len(sources) < 2 and sum(run.named for run in runs) < 2:
         return list(items)
     networks = {digest_of(run.folder / "best.pt"): run.name for run in runs if (run.folder / "best.pt").is_file()}
-    names = {source: "/".join(told_apart(source, sources)) for source in sources}
+    names = {source: "/".join(told_apart(source, sources, least=1)) for source in sources}
 
     def named(predicted: Predicted) -> Predicted:
         return dataclasses.replace(predicted, of=networks.get(predicted.network, names[predicted.source]))

@@ -23,6 +23,8 @@ from gigagrad.view.pyramids import AGREED, FALSE, MISSED, OTHER_CLASS, TILE, Pyr
 Picture = NDArray[np.uint8]
 
 _LINE_PX: Final = 3
+_EDGE: Final = (20, 20, 24)
+"""The colour of the edge of a line, of one more pixel."""
 _MOST_HIDDEN: Final = 255
 _JPEG_QUALITY: Final = 90
 _VIRIDIS: Final = (
@@ -94,7 +96,7 @@ class Layer:
 
     def picture(self, level: int, column: int, row: int, style: Style) -> bytes | None:
         """Draw a tile as a PNG with transparency, None for a tile that there is not. Raises `ImageError`."""
-        margin = _LINE_PX if style.form == "outline" and self.kind != "probabilities" else 0
+        margin = _LINE_PX + 1 if style.form == "outline" and self.kind != "probabilities" else 0
         box = self.pyramid.tile(level, column, row, margin)
         if box is None:
             return None
@@ -103,7 +105,7 @@ class Layer:
             return png(as_levels(pixels[min(style.channel, len(pixels) - 1)]), colours_of_shares())
         ids = as_bytes(pixels[0])
         if style.form == "outline":
-            ids = _outlined(ids, margin)
+            return png(*_outlined(ids, margin, palette(self.classes, style.hidden)))
         return png(ids, palette(self.classes, style.hidden))
 
     def value(self, y: float, x: float) -> str:
@@ -181,16 +183,22 @@ def as_levels(shares: Array) -> Picture:
     return levels
 
 
-def _outlined(ids: Picture, margin: int) -> Picture:
-    """Keep of each region the pixels near another one; the margin around them is cut off."""
+def _outlined(ids: Picture, margin: int, colours: Picture) -> tuple[Picture, Picture]:
+    """Keep of each region the pixels near another one, with a dark edge inside, so that a line is seen over a filled
+    class of the same colour; the margin around them is cut off. Return ids and the colours of all ids.
+    """
     inner = ids[margin:-margin, margin:-margin]
-    border = np.zeros(inner.shape, bool)
+    line = border = np.zeros(inner.shape, bool)
     height, width = inner.shape
-    for offset in range(1, _LINE_PX + 1):
+    for offset in range(1, margin + 1):
+        line, border = border, border.copy()
         for dy, dx in ((offset, 0), (-offset, 0), (0, offset), (0, -offset)):
             beside = ids[margin + dy : margin + dy + height, margin + dx : margin + dx + width]
             border |= beside != inner
-    return np.where(border, inner, np.uint8(0))
+    found = np.where(line & (inner != IGNORED), inner, np.uint8(0))
+    found[border & ~line & (colours[inner, 3] > 0)] = IGNORED
+    colours[IGNORED] = (*_EDGE, 255)
+    return found, colours
 
 
 def png(levels: Picture, colours: Picture, compress_level: int = 1) -> bytes:
