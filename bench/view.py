@@ -5,7 +5,8 @@ python bench/view.py [--height 16000 --width 64000] [--slide PATH] [--mask PATH]
 
 Without --slide a synthetic JPEG slide is made, with --flat one without a pyramid. `first_picture_seconds` is from the
 navigation until the middle of the slide is drawn; tiles are timed by the browser from when it asks for them, behind at
-most five others, until the last byte is there. The page must be built (make page).
+most five others, until the last byte is there; `layer_screen_seconds` are from a key until all tiles are there that it
+asks for. The page must be built (make page).
 
 With --clients 64 so many also ask for tiles anywhere, each for one after the other, for --seconds.
 """
@@ -21,6 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from bisect import bisect_right
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -44,7 +46,7 @@ _DRAWN = """(() => {
 })()"""
 _TILES = """performance.getEntriesByType('resource')
   .filter((each) => /\\/slides\\/\\d+\\/%s\\/\\d+\\/\\d+\\/\\d+/.test(each.name))
-  .map((each) => [each.duration, each.responseEnd - each.requestStart, each.encodedBodySize])"""
+  .map((each) => [each.duration, each.responseEnd - each.requestStart, each.encodedBodySize, each.startTime])"""
 _LIVE = "[...document.querySelectorAll('.layer h2 label')].find((each) => each.textContent === 'Prediction now')"
 _ZOOMS = (
     *("+", "+", "ArrowRight", "ArrowDown", "+", "ArrowRight", "+", "ArrowDown", "ArrowLeft", "+", "+"),
@@ -87,12 +89,11 @@ def measure(words: list[str], *, live: bool, clients: int, seconds: float) -> di
                 if live:
                     browser.wait(f"{_LIVE} !== undefined", 300)
                     browser.evaluate(f"{_LIVE}.control.click()")
-                for _ in range(2):
-                    for key in _WALK:
-                        browser.key(key)
-                        time.sleep(0.5)
-                    browser.key("0")
-                    time.sleep(0.5)
+                pressed = list[float]()
+                for key in 2 * (*_WALK, "0"):
+                    pressed.append(browser.evaluate("performance.now()"))
+                    browser.key(key)
+                    time.sleep(2 if live else 0.5)
                 slide, over = browser.evaluate(_TILES % "0"), browser.evaluate(_TILES % "[1-9]")
                 problems = browser.problems
             crowded = crowd(found.group(), clients, seconds) if clients else None
@@ -105,12 +106,22 @@ def measure(words: list[str], *, live: bool, clients: int, seconds: float) -> di
                 "tile_bytes": round(float(np.mean([each[2] for each in slide])) if slide else 0),
                 "layer_tiles": len(over),
                 "layer_tile_seconds": percentiles(over, 0) if over else None,
+                "layer_screen_seconds": percentiles(screens(over, pressed), 0) if over else None,
                 "crowd": crowded,
                 "server_peak_rss_bytes": peak_resident_bytes(server.pid),
                 "problems": problems,
             }
         finally:
             server.terminate()
+
+
+def screens(tiles: list[list[float]], pressed: list[float]) -> list[list[float]]:
+    """Return the milliseconds from each key to the last byte of the last tile that it asked for."""
+    ends = dict[int, float]()
+    for duration, *_, start in tiles:
+        if key := bisect_right(pressed, start):
+            ends[key] = max(ends.get(key, 0), start + duration - pressed[key - 1])
+    return [[end] for end in ends.values()]
 
 
 def crowd(address: str, clients: int, seconds: float) -> dict[str, Any]:
