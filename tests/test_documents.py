@@ -123,6 +123,13 @@ def test_sentences_are_short_and_the_first_lines_say_what_a_page_is_for(path: Pa
     assert len(sentences(text.split("\n\n")[1])) in (1, 2, 3)
 
 
+def test_what_the_script_for_qupath_runs_is_a_command() -> None:
+    script = (DOCS / "qupath" / "predict_open_image.groovy").read_text(encoding="utf-8")
+    (words,) = re.findall(r"def command = \[program, (.*)\]", script)
+    given = [word.strip(" '*") for word in words.split(",")]
+    assert build_parser(given).parse_args(given).command.__name__ == "predict"
+
+
 def test_all_public_names_are_in_the_reference() -> None:
     page = (DOCS / "reference" / "api.md").read_text(encoding="utf-8")
     assert not [each for each in gg.__all__ if not re.search(rf"auto\w+:: (gigagrad\.)?{each}$", page, re.MULTILINE)]

@@ -230,7 +230,9 @@ def write_error(path: Path, error: OSError, needed_bytes: int = 0) -> WriteError
     """Put the system's complaint about an output file in a user's words; `needed_bytes` as far as they are known."""
     if error.errno in DISK_FULL and needed_bytes:
         return _disk_full(path, shutil.disk_usage(path.parent).free, needed_bytes)
-    return WriteError(f"cannot write {path}: {error.strerror or error}; free some space or choose another folder")
+    refused = error.errno in (errno.EACCES, errno.EPERM, errno.EROFS)
+    remedy = "choose another folder" if refused else "free some space or choose another folder"
+    return WriteError(f"cannot write {path}: {error.strerror or error}; {remedy}")
 
 
 def _disk_full(path: Path, free: int, needed: int) -> WriteError:

@@ -223,7 +223,7 @@ def _legend(drawn: Sequence[Layer], width: int) -> _Picture:
     from PIL import Image as Pillow
     from PIL import ImageDraw, ImageFont
 
-    size = 10 + math.ceil(min(width, 2000) / 200)
+    size = 10 + math.ceil(min(width, 2000) / 100)
     font = ImageFont.load_default(size)
     line, gap, swatch = round(size * 2.2), size, size * 2
     placed: list[tuple[int, int, Layer]] = []
