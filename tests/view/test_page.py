@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import tifffile
 import uvicorn
+from PIL import Image as Pillow
 
 from gigagrad.at_work import WorkFile
 from gigagrad.boxes import Box
@@ -127,7 +128,7 @@ class TestPage:
             *("Label", "Prediction", "Probabilities", "Errors"),
             *("Prediction now", "Probabilities now", "Tiles of the plan"),
         ]
-        browser.move(210 + 460, 400)
+        browser.move(230 + 460, 400)
         told = browser.wait("document.getElementById('values').textContent")
         assert told.startswith("red ")
         assert "Label: " in told
@@ -262,6 +263,32 @@ class TestPage:
             shape = narrow.evaluate("[stage.clientHeight, stage.clientWidth]")
             assert width * shape[0] / shape[1] >= 2999
             assert not narrow.problems
+
+    def test_a_gigapixel_slide_is_drawn_whole_and_pixel_by_pixel(self, tmp_path):
+        """Of 16000 x 64000 px and its levels; blocks are left out of the file, but one in the middle of level 0."""
+        path, (height, width), levels = tmp_path / "large.tif", (16000, 64000), 7
+        with tifffile.TiffWriter(path, bigtiff=True) as file:
+            for level in range(levels):
+                shape = (height >> level, width >> level, 3)
+                blocks = [b""] * (-(-shape[0] // 256) * -(-shape[1] // 256))
+                if not level:
+                    blocks[31 * 250 + 125] = bytes((10, 200, 90)) * 256**2
+                options = {"photometric": "rgb", "tile": (256, 256), "dtype": np.uint8, "shape": shape}
+                file.write(iter(blocks), subfiletype=int(level > 0), subifds=0 if level else levels - 1, **options)
+        with serving([path], []) as address, Browser() as large:
+            large.open(f"{address}#slide=0&x=32128&y=8064&width=1000")
+            centre = "stage.clientWidth >> 1, stage.clientHeight >> 1"
+            large.wait("document.querySelector('#stage canvas') !== null")
+            large.wait(f"{(DRAWN % ('X', 'Y')).replace('X, Y', centre)}.join() === '10,200,90,255'")
+            large.screenshot(tmp_path / "screen.png")
+            with Pillow.open(tmp_path / "screen.png") as screen:
+                x, y = large.evaluate(f"[{centre}]")
+                left = large.evaluate("stage.getBoundingClientRect().x")
+                assert screen.convert("RGB").getpixel((left + x, y)) == (10, 200, 90)
+            large.key("0")
+            large.wait("Number(new URLSearchParams(location.hash.slice(1)).get('width')) >= 64000")
+            large.wait(f"{(DRAWN % ('X', 'Y')).replace('X, Y', centre)}[3] === 255")
+            assert not large.problems
 
     def test_a_page_of_another_origin_can_read_nothing(self, served):
         """Another local site, which even knows the address."""
