@@ -112,6 +112,23 @@ def test_a_tile_that_several_threads_want_at_once_is_decoded_once(limit: int) ->
     assert not cache._coming
 
 
+def test_tiles_that_another_thread_decodes_come_last() -> None:
+    cache, begun, go_on = TileCache(30), Event(), Event()
+
+    def slow(size: int) -> np.ndarray:
+        begun.set()
+        assert go_on.wait(60)
+        return tile(size)
+
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(cache.get, 2, slow)
+        assert begun.wait(60)
+        turns = list(cache.in_turn([1, 2, 3]))
+        go_on.set()
+    assert turns == [1, 3, 2]
+    assert list(cache.in_turn([1, 2, 3])) == [1, 2, 3]
+
+
 def test_a_tile_that_could_not_be_decoded_is_tried_again_by_whoever_waits() -> None:
     cache, tried, begun, go_on = TileCache(30), list[int](), Event(), Event()
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -189,6 +189,16 @@ class TileCache:
     @property
     def held_bytes(self) -> int:
         return self._held_bytes
+
+    def in_turn(self, keys: Iterable[Key]) -> Iterator[Key]:
+        """Yield keys, those of tiles that another thread is decoding last: by then nobody may have to wait for them."""
+        later = list[Key]()
+        for key in keys:
+            if key in self._coming:
+                later.append(key)
+            else:
+                yield key
+        yield from later
 
     def get(self, key: Key, decode: Callable[[Key], Array]) -> Array:
         """Return the tile under `key`, decoded now if it is not held. It is read-only: other readers see it too."""

@@ -201,24 +201,23 @@ class SlideBag(Bag):
         height, width = image.block_shape
         squares_NHWC = np.empty((len(corners), side, side, image.channels), self.dtype)
         # In numbers, and few calls: other threads wait for Python meanwhile.
-        squares_of: dict[tuple[int, int], list[tuple[Array, int, int]]] = {}
+        squares_of: dict[tuple[Image, int, int], list[tuple[Array, int, int]]] = {}
         for square, (x, y) in zip(squares_NHWC, corners, strict=True):
             bottom, right = min(y + side, image.height), min(x + side, image.width)
             if x < 0 or y < 0 or right < x + side or bottom < y + side:
                 square[...] = image.fill
             for row in range(max(y, 0) // height, -(-bottom // height)):
                 for column in range(max(x, 0) // width, -(-right // width)):
-                    squares_of.setdefault((row, column), []).append((square, x, y))
-        for place, squares in squares_of.items():
-            key = image, *place
-            block = cache.get(key, _block_of)
-            top, left = place[0] * height, place[1] * width
+                    squares_of.setdefault((image, row, column), []).append((square, x, y))
+        for key in cache.in_turn(squares_of):
+            block, (_, row, column) = cache.get(key, _block_of), key
+            top, left = row * height, column * width
             bottom, right = min(top + height, image.height), min(left + width, image.width)
-            for square, x, y in squares:
+            for square, x, y in squares_of[key]:
                 y0, y1 = (y if y > top else top), (y + side if y + side < bottom else bottom)
                 x0, x1 = (x if x > left else left), (x + side if x + side < right else right)
                 square[y0 - y : y1 - y, x0 - x : x1 - x] = block[y0 - top : y1 - top, x0 - left : x1 - left]
-            if last_of[place] < start + len(corners):
+            if last_of[row, column] < start + len(corners):
                 cache.settle(key)
         return squares_NHWC.transpose(0, 3, 1, 2)
 
