@@ -198,12 +198,13 @@ MEASURED = Gpu.typical(CARD).with_rates({name: 1.1 * rate for name, rate in Gpu(
 
 
 def test_profiles_of_processors_hold_these_rates():
-    assert Machine.profile_format == "gigagrad machine profile 10"
+    assert Machine.profile_format == "gigagrad machine profile 11"
     assert set(machine_key()) == {"processor", "threads", "torch"}
     assert set(Machine().rates) == {
         *("flops_per_second", "cached_bytes_per_second", "memory_bytes_per_second", "seconds_per_operator"),
         *("shared_efficiency", "side_by_side_efficiency", "copy_bytes_per_second", "file_bytes_per_second"),
-        *("reordered_bytes_per_second", "channelwise_flops_per_second", "statistics_bytes_per_second"),
+        *("reordered_bytes_per_second", "unfolded_flops_per_second", "statistics_bytes_per_second"),
+        *("reordered_memory_bytes_per_second", "ragged_bytes_per_second", "seconds_per_autograd_call"),
         *("window_bytes_per_second", "new_bytes_per_second", "seconds_per_tile", "seconds_per_pass"),
         *("disk_write_bytes_per_second", "disk_read_bytes_per_second", "codec_bytes_per_second", "codec_ratio"),
     }
@@ -306,7 +307,7 @@ def test_a_gpu_takes_a_host_s_call_at_least_and_a_host_s_part_of_each_tile():
     [
         (Work.VALUES, "cached_bytes_per_second"),
         (Work.REORDERED, "reordered_bytes_per_second"),
-        (Work.CHANNELWISE, "reordered_bytes_per_second"),
+        (Work.UNFOLDED, "reordered_bytes_per_second"),
         (Work.STATISTICS, "statistics_bytes_per_second"),
         (Work.WINDOWS, "window_bytes_per_second"),
     ],
@@ -314,9 +315,30 @@ def test_a_gpu_takes_a_host_s_call_at_least_and_a_host_s_part_of_each_tile():
 def test_each_kind_of_work_has_its_rate(work, rate):
     slow = Machine(seconds_per_operator=0.0).with_rates({rate: 1e3})
     assert slow.operator_seconds(1e6, 0.0, work) == pytest.approx(1e3)
-    products = "channelwise_flops_per_second" if work is Work.CHANNELWISE else "flops_per_second"
+    products = "unfolded_flops_per_second" if work is Work.UNFOLDED else "flops_per_second"
     slow = Machine(seconds_per_operator=0.0).with_rates({products: 1e3})
     assert slow.operator_seconds(0.0, 1e6, work) == pytest.approx(1e3)
+
+
+def test_what_a_convolution_moves_takes_longer_from_memory_and_where_vectors_are_not_full():
+    rates = {
+        "reordered_bytes_per_second": 1e3,
+        "reordered_memory_bytes_per_second": 1e2,
+        "ragged_bytes_per_second": 1e1,
+    }
+    slow = Machine(seconds_per_operator=0.0, cache_bytes=4000).with_rates(rates)
+    assert slow.operator_seconds(1000, 0.0, Work.REORDERED) == pytest.approx(1)  # two copies are half of the cache
+    assert slow.operator_seconds(1001, 0.0, Work.REORDERED) == pytest.approx(10.01)
+    assert slow.operator_seconds(1000, 0.0, Work.REORDERED, ragged=500) == pytest.approx(0.5 + 50)
+    assert (
+        slow.with_rates({"ragged_bytes_per_second": 1e9}).operator_seconds(1000, 0.0, Work.REORDERED, ragged=500) == 1
+    )
+
+
+def test_calls_of_autograd_have_a_cost_of_their_own():
+    machine = Machine(seconds_per_operator=1.0, seconds_per_autograd_call=3.0)
+    assert machine.by_autograd().operator_seconds(0.0, 0.0) == 3
+    assert Gpu().by_autograd().operator_seconds(0.0, 0.0) == Gpu().operator_seconds(0.0, 0.0)
 
 
 def test_values_that_are_not_cached_move_at_the_memory_s_rate():

@@ -108,6 +108,7 @@ def test_the_rates_of_a_gpu_are_saved_for_its_card_and_planning_uses_them(profil
 def test_a_host_s_calls_and_tiles_are_what_plans_count(monkeypatch):
     """Steps that take what their plans predict give back the two numbers that these were predicted by."""
     known: dict[str, Any] = {"seconds_per_operator": 30e-6, "seconds_per_tile": 2e-3, "seconds_per_pass": 25 * 30e-6}
+    known["seconds_per_autograd_call"] = known["seconds_per_operator"]
     plans = []
 
     class Known(FakeGpu):

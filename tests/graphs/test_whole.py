@@ -18,13 +18,40 @@ def efforts(network: nn.Module) -> tuple[Effort, ...]:
     return whole.operators
 
 
-@pytest.mark.parametrize("groups", [1, 2, 8])
+@pytest.mark.parametrize("groups", [1, 8])
 def test_a_gradient_has_the_products_of_its_groups(groups):
     """A forward, and the same again for the gradient of the weight: the image wants none."""
-    products = 2 * 9 * 16 * (8 // groups) * 32 * 32
-    found = [one for one in efforts(nn.Conv2d(8, 16, 3, padding=1, groups=groups)) if one.flops]
+    products = 2 * 9 * 8 * (8 // groups) * 32 * 32
+    found = [one for one in efforts(nn.Conv2d(8, 8, 3, padding=1, groups=groups)) if one.flops]
     assert [one.flops for one in found] == [products, products]
-    assert {one.work for one in found} == {Work.CHANNELWISE if groups > 2 else Work.REORDERED}
+    assert {one.work for one in found} == {Work.REORDERED}
+
+
+@pytest.mark.parametrize(
+    ("outputs", "groups", "kernel", "both"), [(16, 2, 3, True), (16, 8, 3, True), (8, 8, 5, False)]
+)
+def test_windows_are_unfolded_where_the_library_has_no_kernel(outputs, groups, kernel, both):
+    """In products of one channel. Depthwise ones have a kernel but for gradients of large weights."""
+    convolution = nn.Conv2d(8, outputs, kernel, padding=kernel // 2, groups=groups)
+    forward, gradient = (one for one in efforts(convolution) if one.flops)
+    assert (forward.work is Work.UNFOLDED, gradient.work) == (both, Work.UNFOLDED)
+    assert gradient.flops == 2 * 8 * kernel**2 * 32 * 32
+
+
+def test_both_gradients_are_kernels_that_read_and_make_two_fields_each():
+    """What the first convolution makes wants a gradient, the image none."""
+    first, second = nn.Conv2d(8, 20, 1, bias=False), nn.Conv2d(20, 32, 1, bias=False)
+    found = [one for one in efforts(nn.Sequential(first, second)) if one.flops]
+    px, of_first, of_second = 4 * 32 * 32, 4 * 8 * 20, 4 * 20 * 32
+    forward, backward = [28 * px + of_first, 52 * px + of_second], [*2 * [52 * px + of_second], 28 * px + of_first]
+    assert [one.moved_bytes for one in found] == [*forward, *backward]
+    assert [one.ragged_bytes for one in found] == [28 * px, 20 * px, 20 * px, 20 * px, 28 * px]
+
+
+def test_the_gradient_of_a_batch_norm_goes_over_its_fields_twice():
+    nbytes = 4 * 8 * 32 * 32
+    moved = {one.moved_bytes // nbytes for one in efforts(nn.Sequential(nn.Conv2d(8, 8, 1), nn.BatchNorm2d(8)))}
+    assert 5 in moved
 
 
 def test_a_gradient_of_a_transposed_convolution_has_the_products_of_its_input():

@@ -222,17 +222,13 @@ def used_bytes(enough: int = 0) -> int | None:
 
 
 def _resident_heap_bytes() -> int:
-    """Count the resident bytes of the C library's heap, which may be several mappings in a row."""
-    nbytes, inside = 0, False
-    try:
-        with open("/proc/self/smaps") as smaps:
-            for line in smaps:
-                if line[0] in "0123456789abcdef":  # the head of a mapping; what follows begins with capitals
-                    if inside and not line.endswith("[heap]\n"):
-                        break
-                    inside = line.endswith("[heap]\n")
-                elif inside and line.startswith("Rss:"):
-                    nbytes += int(line.split()[1]) * 1024
-    except OSError:
+    """Count the resident bytes of the C library's heap. `smaps` tells them, too, but adds up much else of every page:
+    16 ms where a gigabyte stays in the heap from step to step, 1 ms this way.
+    """
+    heap = _heap()
+    if heap is None:
         return 0
-    return nbytes
+    start, nbytes = heap[0], heap[1] - heap[0]
+    pages = ctypes.create_string_buffer(-(-nbytes // mmap.PAGESIZE))
+    failed = _libc().mincore(ctypes.c_void_p(start), ctypes.c_size_t(nbytes), pages)
+    return 0 if failed else pages.raw.count(b"\x01") * mmap.PAGESIZE

@@ -32,6 +32,8 @@ _CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
 _FASTEST = Path("/sys/devices/system/cpu/cpu0/cpufreq/cpuinfo_max_freq")
 _SHARED_SECONDS = 20e-6
 """The least of an operator's work that each thread which shares it gets: PyTorch parts no less than 32,768 numbers."""
+_COPIES = 2
+"""Times that the values of a convolution lie in memory: as they are, and in the library's layout."""
 _WAITING_TILES = 0.5
 """The time that a pass takes longer where every thread computes a tile of its own, in tiles' seconds: the first one is
 read, and the last one added up, by one thread."""
@@ -54,7 +56,7 @@ class ProfileError(GigagradError):
 class Machine:
     """The machine as the cost model knows it. Rates are of one thread unless they say otherwise."""
 
-    profile_format: ClassVar[str] = "gigagrad machine profile 10"
+    profile_format: ClassVar[str] = "gigagrad machine profile 11"
     """The format's name, which changes with the meaning of the rates, so that an older profile is measured again."""
     calibrate_command: ClassVar[str] = "gigagrad calibrate"
 
@@ -70,8 +72,12 @@ class Machine:
     """Bytes in and out of an operator whose values do not stay in the cache."""
     reordered_bytes_per_second: float = 5e9
     """Bytes in and out of a convolution: its library brings them into a layout of its own."""
-    channelwise_flops_per_second: float = 7e9
-    """The rate of convolutions of a channel by itself."""
+    reordered_memory_bytes_per_second: float = 3e9
+    """The same where values and their copies do not stay in the cache; a thread's part where all threads share it."""
+    ragged_bytes_per_second: float = 2e9
+    """The same of channels that fill no whole vectors; a thread's part where all threads share it."""
+    unfolded_flops_per_second: float = 2e9
+    """The rate of convolutions by unfolded windows, in products of one channel."""
     statistics_bytes_per_second: float = 2.5e9
     """Bytes in and out of what finds means and variances."""
     window_bytes_per_second: float = 0.6e9
@@ -80,6 +86,8 @@ class Machine:
     """The rate at which the system clears new memory, for all threads (docs/decisions/0018-large-blocks.md)."""
     seconds_per_operator: float = 60e-6
     """The cost of a call of an operator on a tile beside its work."""
+    seconds_per_autograd_call: float = 60e-6
+    """The cost of a kernel that plain autograd calls beside its work, Python's part included."""
     seconds_per_tile: float = 0.3e-3
     """The cost of a tile beside calls of operators on fields: crops, sums, moments and their gradients."""
     seconds_per_pass: float = 1.5e-3
@@ -170,10 +178,12 @@ class Machine:
         return 2 / (1 / self.disk_read_bytes_per_second + 1 / self.disk_write_bytes_per_second)
 
     def operator_seconds(
-        self, moved_bytes: float, flops: float, work: Work = Work.VALUES, *, cached: bool = True
+        self, moved_bytes: float, flops: float, work: Work = Work.VALUES, *, cached: bool = True, ragged: float = 0.0
     ) -> float:
-        """Estimate one call by one thread that moves so many bytes in and out; `cached` they may be in the cache."""
-        products = self.flops_per_second
+        """Estimate one call by one thread that moves so many bytes in and out; `cached` they may be in the cache, and
+        so many of them are `ragged` (`work.is_ragged`).
+        """
+        products, slowly = self.flops_per_second, 0.0
         if work is Work.VALUES:
             cached = cached and moved_bytes <= self.cache_bytes // 2
             rate = self.cached_bytes_per_second if cached else self.memory_bytes_per_second
@@ -182,9 +192,11 @@ class Machine:
         elif work is Work.WINDOWS:
             rate = self.window_bytes_per_second
         else:
-            rate = self.reordered_bytes_per_second
-            products = self.channelwise_flops_per_second if work is Work.CHANNELWISE else products
-        return self.seconds_per_operator + moved_bytes / rate + flops / products
+            cached = _COPIES * moved_bytes <= self.cache_bytes // 2
+            rate = self.reordered_bytes_per_second if cached else self.reordered_memory_bytes_per_second
+            products = self.unfolded_flops_per_second if work is Work.UNFOLDED else products
+            slowly = ragged * max(0.0, 1 / self.ragged_bytes_per_second - 1 / rate)
+        return self.seconds_per_operator + moved_bytes / rate + slowly + flops / products
 
     def wall_seconds(self, seconds: float, calls: float, workers: int, tile_count: int) -> float:
         """Estimate, by the clock, a pass that takes one thread so long, with so many calls of operators. Threads share
@@ -204,6 +216,10 @@ class Machine:
     def replaying(self) -> Self:
         """Return this machine where it replays recorded steps."""
         return self
+
+    def by_autograd(self) -> Self:
+        """Return this machine where plain autograd calls its operators."""
+        return dataclasses.replace(self, seconds_per_operator=self.seconds_per_autograd_call)
 
     def host_seconds(self, tiles: float = 0) -> float:
         """Estimate what a pass takes beside the operators of its tiles, of which a rank has so many."""
@@ -238,7 +254,7 @@ class Gpu(Machine):
     The typical rates are those of an H200 beside a fast processor (docs/performance.md).
     """
 
-    profile_format: ClassVar[str] = "gigagrad GPU profile 2"
+    profile_format: ClassVar[str] = "gigagrad GPU profile 3"
     calibrate_command: ClassVar[str] = "gigagrad calibrate --device cuda"
 
     card: str = ""
@@ -247,15 +263,18 @@ class Gpu(Machine):
     """The rate of convolutions of 64 channels, forward and backward, in float32 as PyTorch's flags have it."""
     few_channels_flops_per_second: float = 25e12
     """The rate of convolutions of 16 channels."""
-    channelwise_flops_per_second: float = 25e12
+    unfolded_flops_per_second: float = 25e12
     cached_bytes_per_second: float = 3.4e12
     memory_bytes_per_second: float = 3.4e12
     reordered_bytes_per_second: float = 3.4e12
+    reordered_memory_bytes_per_second: float = 3.4e12
+    ragged_bytes_per_second: float = 3.4e12
     statistics_bytes_per_second: float = 3.4e12
     window_bytes_per_second: float = 3.4e12
     new_bytes_per_second: float = 3.4e12
     seconds_per_operator: float = 40e-6
     """The host's cost of a call of an operator."""
+    seconds_per_autograd_call: float = 40e-6
     seconds_per_tile: float = 2.5e-3
     """The host's cost of a tile beside calls of operators on fields: crops, sums, moments and their gradients."""
     seconds_per_pass: float = CALLS_OF_A_PASS * 40e-6
@@ -272,7 +291,7 @@ class Gpu(Machine):
         many = _PRODUCT_SHARE * card.flops_per_second
         few = min(many, _FEW_CHANNELS * _FEW_CHANNELS_SHARE * card.memory_bytes_per_second)
         made = cls(card=name, flops_per_second=many)
-        few_channels = ("few_channels_flops_per_second", "channelwise_flops_per_second")
+        few_channels = ("few_channels_flops_per_second", "unfolded_flops_per_second")
         return made._with(dict.fromkeys(BYTE_RATES, moved) | dict.fromkeys(few_channels, few))
 
     @classmethod
@@ -319,12 +338,13 @@ class Gpu(Machine):
         return dataclasses.replace(
             self,
             seconds_per_operator=_SECONDS_PER_KERNEL,
+            seconds_per_autograd_call=_SECONDS_PER_KERNEL,
             seconds_per_tile=_KERNELS_OF_A_TILE * _SECONDS_PER_KERNEL,
             seconds_per_pass=CALLS_OF_A_PASS * _SECONDS_PER_KERNEL,
         )
 
     def operator_seconds(
-        self, moved_bytes: float, flops: float, work: Work = Work.VALUES, *, cached: bool = True
+        self, moved_bytes: float, flops: float, work: Work = Work.VALUES, *, cached: bool = True, ragged: float = 0.0
     ) -> float:
         seconds = moved_bytes / self.memory_bytes_per_second
         if flops:
@@ -349,6 +369,8 @@ BYTE_RATES: Final = (
     "cached_bytes_per_second",
     "memory_bytes_per_second",
     "reordered_bytes_per_second",
+    "reordered_memory_bytes_per_second",
+    "ragged_bytes_per_second",
     "statistics_bytes_per_second",
     "window_bytes_per_second",
     "new_bytes_per_second",

@@ -25,7 +25,7 @@ from torch import nn
 
 from gigagrad.boxes import Box
 from gigagrad.devices import Device, device_for
-from gigagrad.devices.heap import return_freed_memory, settle_allocator
+from gigagrad.devices.heap import LargeBlocks, return_freed_memory, settle_allocator
 from gigagrad.devices.machine import BYTE_RATES, CALLS_OF_A_PASS, Gpu, Machine, cache_bytes, profile_path, write_profile
 from gigagrad.errors import ConfigError
 from gigagrad.events import Events, JobAdvanced, JobFinished, JobStarted, Listener
@@ -36,6 +36,7 @@ from gigagrad.stores.disk import MOST_BYTES
 from gigagrad.stores.host import HostStore
 from gigagrad.stores.scratch import ScratchFile, page_aligned
 from gigagrad.threads import operator_threads
+from gigagrad.work import unfolded_flops
 
 _JOB = "calibrate"
 _BLOCK_BYTES = 8 * 2**20
@@ -45,12 +46,20 @@ _FIELD_CHANNELS, _FIELD_TILE_PX = 32, 256
 _CHANNELS, _SIDE_PX = 64, 128
 """Channels and side of the convolution that is timed, of norms and of pools."""
 _SHALLOW, _DEEP = 16, 96
-"""Channels of the convolution of one pixel by which moving values is timed, in and out; convolutions channel by channel
-have as many as go out."""
+"""Channels of the convolution of one pixel by which moving values is timed, in and out; depthwise ones have as many as
+go out."""
+_RAGGED_SHALLOW, _RAGGED_DEEP = 20, 100
+"""The same where channels fill no whole vectors."""
+_MEMORY_SIDE_PX = 320
+"""Side of such a convolution whose values do not stay in the cache."""
+_UNFOLDED_PX = 5
+"""Side of windows that the gradient of a depthwise weight unfolds."""
 _LEAST_SHARE = 0.1
 """The least part of a time that one of two causes is taken for, however timings scatter."""
 _NEW_BLOCKS, _NEW_BLOCK_BYTES = 32, 4 * 2**20
 """Blocks of new memory that are written, below the size from which they are mapped one by one."""
+_TURNS = 6
+"""Times that ways of sharing threads take turns."""
 _LAYERS = 8
 """Layers of the chain on which threads are compared."""
 _TILES, _TILE_PX, _OPERATORS = 64, 8, 40
@@ -118,7 +127,7 @@ def calibrate(
         "copies": lambda: (copy_bytes_per_second(size_bytes), {}) if here.is_host else _gpu_copies(here, size_bytes),
         "codec": lambda: codec_rates(size_bytes // 4),
         "operators": lambda: _operator_rates() if here.is_host else _gpu_rates(here),
-        "threads": lambda: _sharing() if here.is_host else {},
+        "threads": lambda: _rates_of_all_threads(found["operators"]["flops_per_second"]) if here.is_host else {},
     }
     base = _unmeasured(here)
     card = base.card if isinstance(base, Gpu) else ""
@@ -176,8 +185,8 @@ def _operator_rates() -> dict[str, float]:
 
 
 def _convolution_rates() -> dict[str, float]:
-    """Measure products of many channels, the bytes of convolutions and products channel by channel, by what four
-    convolutions take that have other shares of them.
+    """Measure products of many channels and the bytes of convolutions, by what two take that have other shares of them,
+    and products of unfolded windows.
     """
     many = _convolution(_CHANNELS, _CHANNELS, 3)
     thin = _convolution(_SHALLOW, _DEEP, 1)
@@ -185,28 +194,39 @@ def _convolution_rates() -> dict[str, float]:
     per_flop, per_byte = (float(each) for each in np.linalg.solve(amounts, np.array([many[2], thin[2]])))
     per_byte = max(per_byte, _LEAST_SHARE * thin[2] / thin[1])
     per_flop = max(per_flop, _LEAST_SHARE * many[2] / many[0])
-    both = [_convolution(_DEEP, _DEEP, kernel, _DEEP) for kernel in (3, 5)]
-    flops, moved, seconds = (sum(each) for each in zip(*both, strict=True))
-    channelwise = max(seconds - moved * per_byte, _LEAST_SHARE * seconds)
     return {
         "flops_per_second": 1 / per_flop,
         "reordered_bytes_per_second": 1 / per_byte,
-        "channelwise_flops_per_second": flops / channelwise,
+        "unfolded_flops_per_second": _unfolded_flops_per_second(per_byte),
     }
 
 
-def _convolution(inputs: int, outputs: int, kernel: int, groups: int = 1) -> tuple[float, float, float]:
+def _convolution(
+    inputs: int, outputs: int, kernel: int, side: int = _SIDE_PX, clock: _Clock = time.process_time
+) -> tuple[float, float, float]:
     """Time a convolution's output and both gradients: its products, the bytes in and out of it, and seconds."""
-    x = torch.rand(1, inputs, _SIDE_PX, _SIDE_PX, requires_grad=True)
-    weight = torch.rand(outputs, inputs // groups, kernel, kernel, requires_grad=True)
-    gradient = torch.rand(1, outputs, _SIDE_PX, _SIDE_PX)
+    x = torch.rand(1, inputs, side, side, requires_grad=True)
+    weight = torch.rand(outputs, inputs, kernel, kernel, requires_grad=True)
+    gradient = torch.rand(1, outputs, side, side)
+    # Dilation means nothing to one pixel, but only with it is that oneDNN's where one thread computes.
+    dilation = 1 if kernel > 1 else 2
 
     def step() -> None:
-        y = F.conv2d(x, weight, padding=kernel // 2, groups=groups)
+        y = F.conv2d(x, weight, padding=kernel // 2, dilation=dilation)
         torch.autograd.grad(y, (x, weight), gradient)
 
     flops = 3 * 2.0 * gradient.numel() * weight[0].numel()
-    return flops, 3.0 * (x.nbytes + gradient.nbytes), fastest(step, time.process_time)
+    return flops, 3.0 * (x.nbytes + gradient.nbytes), fastest(step, clock)
+
+
+def _unfolded_flops_per_second(seconds_per_byte: float) -> float:
+    """Measure the gradient of a depthwise weight of large windows, less its bytes."""
+    x = torch.rand(1, _DEEP, _SIDE_PX, _SIDE_PX)
+    weight = torch.rand(_DEEP, 1, _UNFOLDED_PX, _UNFOLDED_PX, requires_grad=True)
+    y, gradient = F.conv2d(x, weight, padding=_UNFOLDED_PX // 2, groups=_DEEP), torch.rand_like(x)
+    seconds = fastest(lambda: torch.autograd.grad(y, weight, gradient, retain_graph=True), time.process_time)
+    products = max(seconds - 2 * x.nbytes * seconds_per_byte, _LEAST_SHARE * seconds)
+    return unfolded_flops(_SIDE_PX**2, weight.shape, _DEEP) / products
 
 
 def _statistics_bytes_per_second() -> float:
@@ -243,7 +263,7 @@ def _gpu_rates(device: Device) -> dict[str, float]:
     return {
         **_host_rates(device),
         "flops_per_second": _flops_per_second(_CHANNELS, _GPU_SIDE_PX, clock, here, _ROUNDS_IN_ONE),
-        **dict.fromkeys(("few_channels_flops_per_second", "channelwise_flops_per_second"), few),
+        **dict.fromkeys(("few_channels_flops_per_second", "unfolded_flops_per_second"), few),
         **dict.fromkeys(BYTE_RATES, values),
     }
 
@@ -254,9 +274,7 @@ def _host_rates(device: Device) -> dict[str, float]:
     of few operators. Beside a GPU a pass counts as some calls.
     """
     small = nn.Sequential(*(each for _ in range(_OPERATORS // 2) for each in (nn.Conv2d(1, 1, 1), nn.ReLU())))
-    normed = nn.Sequential(
-        *(each for _ in range(_NORMS) for each in (nn.Conv2d(1, 1, 1), nn.BatchNorm2d(1), nn.ReLU()))
-    )
+    normed = _normed(_NORMS)
     steps = [_step(small, _TILES, device), _step(normed, _TILES_OF_NORMS, device)]
     if device.is_host:
         steps.append(_step(normed, 1, device))
@@ -268,9 +286,27 @@ def _host_rates(device: Device) -> dict[str, float]:
     call = max(call, _LEAST_SECONDS)
     return {
         "seconds_per_operator": call,
+        "seconds_per_autograd_call": _seconds_per_autograd_call() if device.is_host else call,
         "seconds_per_tile": max(tile, 0.0),
         "seconds_per_pass": max(of_pass[0], 0.0) if of_pass else CALLS_OF_A_PASS * call,
     }
+
+
+def _normed(norms: int) -> nn.Module:
+    return nn.Sequential(*(each for _ in range(norms) for each in (nn.Conv2d(1, 1, 1), nn.BatchNorm2d(1), nn.ReLU())))
+
+
+def _seconds_per_autograd_call() -> float:
+    """Measure what a kernel takes by plain autograd that has next to nothing to do, by steps of two depths."""
+    image, found = np.ones((1, _TILE_PX, _TILE_PX), np.float32), []
+    for norms in (_NORMS, _NORMS + _OPERATORS):
+        engine = compile(_normed(norms), lambda output, target: output.mean())
+        whole = engine.problem(image, image).whole
+        assert whole is not None
+        seconds = fastest(lambda engine=engine: engine.backward(image, image), time.process_time)  # type: ignore[misc]
+        found.append((len(whole.operators), seconds))
+    (few, less), (many, more) = found
+    return max((more - less) / (many - few), _LEAST_SECONDS)
 
 
 def _step(model: nn.Module, tiles: int, device: Device) -> tuple[tuple[float, int, int], float]:
@@ -373,17 +409,42 @@ def moved_per_second(
     return rounds * 2 * nbytes / fastest(step, clock)
 
 
+def _rates_of_all_threads(flops_per_second: float) -> dict[str, float]:
+    """Measure what each further thread adds, and a thread's part of what convolutions move in memory."""
+    sharing = _sharing()
+    speedup = 1 + sharing.get("shared_efficiency", 0.0) * (torch.get_num_threads() - 1)
+
+    def part(inputs: int, outputs: int, side: int) -> float:
+        flops, moved, seconds = _convolution(inputs, outputs, 1, side, time.perf_counter)
+        return moved / max(speedup * seconds - flops / flops_per_second, _LEAST_SHARE * speedup * seconds)
+
+    blocks = LargeBlocks()  # from the heap, as the next step of a whole image has them: pages are not new
+    blocks.choose(in_heap=True, holding=True)
+    try:
+        return {
+            **sharing,
+            "reordered_memory_bytes_per_second": part(_SHALLOW, _DEEP, _MEMORY_SIDE_PX),
+            "ragged_bytes_per_second": part(_RAGGED_SHALLOW, _RAGGED_DEEP, _SIDE_PX),
+        }
+    finally:
+        blocks.close()
+
+
 def _sharing() -> dict[str, float]:
-    """Measure what each further thread adds: where threads share an operator, and where each has its own."""
+    """Measure what each further thread adds: where threads share an operator, and where each has its own. They take
+    turns, so that an hour in which the machine is slower is every way's.
+    """
     threads = torch.get_num_threads()
     if threads == 1:
         return {}
     steps = [_chain() for _ in range(threads)]
-    with operator_threads(1):
-        alone = fastest(steps[0])
-        with ThreadPoolExecutor(threads, initializer=lambda: torch.set_num_threads(1)) as pool:
-            beside = fastest(lambda: list(pool.map(lambda step: step(), steps)))
-    shared = fastest(steps[0])
+    alone = beside = shared = float("inf")
+    with ThreadPoolExecutor(threads, initializer=lambda: torch.set_num_threads(1)) as pool:
+        for _ in range(_TURNS):
+            with operator_threads(1):
+                alone = min(alone, fastest(steps[0], rounds=1))
+                beside = min(beside, fastest(lambda: list(pool.map(lambda step: step(), steps)), rounds=1))
+            shared = min(shared, fastest(steps[0], rounds=1))
 
     def further(speedup: float) -> float:
         return min(max((speedup - 1) / (threads - 1), 0.0), 1.0)
@@ -478,11 +539,11 @@ def codec_rates(size: int) -> tuple[float, float]:
     return field.nbytes / max(encoding, decoding), field.nbytes / sum(map(len, encoded))
 
 
-def fastest(work: Callable[[], object], clock: _Clock = time.perf_counter) -> float:
+def fastest(work: Callable[[], object], clock: _Clock = time.perf_counter, rounds: int = _ROUNDS) -> float:
     """Return the seconds of the fastest of a few runs, after one that warms up."""
     work()
     best = float("inf")
-    for _ in range(_ROUNDS):
+    for _ in range(rounds):
         start = clock()
         work()
         best = min(best, clock() - start)

@@ -31,7 +31,7 @@ from gigagrad.graphs.op_rules import (
 )
 from gigagrad.graphs.operators import Merge, merge_of
 from gigagrad.graphs.sizes import Lines
-from gigagrad.graphs.whole import WholeCost
+from gigagrad.graphs.whole import Effort, WholeCost
 
 __all__ = [
     "FIELD_BINS",
@@ -43,6 +43,7 @@ __all__ = [
     "Affine",
     "Call",
     "Captured",
+    "Effort",
     "Gains",
     "Graph",
     "InputSpec",

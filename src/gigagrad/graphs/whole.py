@@ -6,9 +6,10 @@ Fake tensors have shapes and no storage, so that counting takes some 0.3 ms an o
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
@@ -19,7 +20,7 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 
 from gigagrad.allowances import LANES, MAPPED_BYTES
 from gigagrad.graphs.sizes import CallRecorder
-from gigagrad.work import Work
+from gigagrad.work import Work, is_ragged, unfolded_flops
 
 _REORDERING = frozenset({torch.ops.aten.convolution, torch.ops.aten.convolution_backward})
 """Operators whose kernels copy what they read and write into a layout of their own."""
@@ -45,6 +46,8 @@ def _convolution_backward(
     return 2 * pixels * weight[0].numel() * (int(asked[0]) + int(asked[1]))
 
 
+_READ_TWICE = frozenset({torch.ops.aten.native_batch_norm_backward})
+"""Operators that go twice over the two fields that they read: to add them up, and to subtract their means."""
 _FLOPS: dict[Any, Callable[..., int]] = {
     **flop_registry,
     torch.ops.aten.convolution_backward: _convolution_backward,
@@ -79,8 +82,10 @@ class Effort(NamedTuple):
     flops: float
     """Floating point operations."""
     work: Work
-    in_place: bool
+    in_place: bool = False
     """True where it writes over what it reads: its values are still in the cache."""
+    ragged_bytes: int = 0
+    """Bytes among those moved of channels that fill no whole vectors (`work.is_ragged`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,19 +134,47 @@ def count_whole(
     return meter.cost()
 
 
+def _nbytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
 def _reordered_bytes(tensor: torch.Tensor) -> int:
     """Count the bytes of a tensor in a kernel's own layout, in which channels fill whole vectors."""
-    nbytes = tensor.numel() * tensor.element_size()
+    nbytes = _nbytes(tensor)
     channels = tensor.shape[1] if tensor.ndim > 2 else 0
     return nbytes * (-(-channels // LANES) * LANES) // channels if channels else nbytes
 
 
-def _work(packet: Any, args: tuple[Any, ...]) -> Work:
+def _convolution_efforts(packet: Any, args: tuple[Any, ...], result: Any, flops: float) -> Iterator[Effort]:
+    """Yield one effort for an output, or one for each gradient that is asked for."""
     if packet is torch.ops.aten.convolution:
-        return Work.of_convolution(args[1].shape[1], args[8])
-    if packet is torch.ops.aten.convolution_backward:
-        return Work.of_convolution(args[2].shape[1], args[9])
-    return _WORK.get(packet, Work.VALUES)
+        yield _kernel(args[0], result, args[1], args[8], transposed=args[6], of_weight=False, flops=flops)
+        return
+    cotangent, field, weight = args[:3]
+    asked = [of_weight for of_weight in (False, True) if args[10][of_weight]]
+    for of_weight in asked:
+        yield _kernel(
+            field, cotangent, weight, args[9], transposed=args[7], of_weight=of_weight, flops=flops / len(asked)
+        )
+
+
+def _kernel(
+    field: torch.Tensor,
+    made: torch.Tensor,
+    weight: torch.Tensor,
+    groups: int,
+    *,
+    transposed: bool,
+    of_weight: bool,
+    flops: float,
+) -> Effort:
+    """Count one kernel of a convolution, each of which has to do with its input, its output and its weight."""
+    work = Work.of_convolution(weight.shape, groups, of_weight=of_weight)
+    if work is Work.UNFOLDED:
+        windows = field if transposed else made
+        flops = unfolded_flops(prod(windows.shape) // windows.shape[1], weight.shape, groups)
+    ragged = sum(_nbytes(one) for one in (field, made) if is_ragged(one.shape[1], groups))
+    return Effort(_nbytes(field) + _nbytes(made) + _nbytes(weight), flops, work, ragged_bytes=ragged)
 
 
 class _Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -176,7 +209,7 @@ class _Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._take(tensor)
         if self._recorder is not None:
             self._recorder.note(result)
-        moved = sum(tensor.numel() * tensor.element_size() for tensor in (*given, *made))
+        moved = sum(map(_nbytes, (*given, *made)))
         reordered = sum(map(_reordered_bytes, (*given, *made)))
         packet = func._overloadpacket
         if packet in _REORDERING:
@@ -185,7 +218,11 @@ class _Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if fresh or func._schema.is_mutable:
             count = _FLOPS.get(packet)
             flops = 0 if count is None else count(*args, **kwargs, out_val=result)
-            self._operators.append(Effort(moved, flops, _work(packet, args), in_place=not fresh))
+            if packet in _REORDERING:
+                self._operators += _convolution_efforts(packet, args, result, flops)
+            else:
+                moved += sum(map(_nbytes, args[:2])) if packet in _READ_TWICE else 0
+                self._operators.append(Effort(moved, flops, _WORK.get(packet, Work.VALUES), in_place=not fresh))
         return result
 
     def _take(self, tensor: torch.Tensor) -> None:

@@ -7,12 +7,13 @@ Both effects are in the model of time: every operator takes what its bytes and i
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from math import prod
 
 from gigagrad.allowances import MAPPED_BYTES
 from gigagrad.devices import Machine
-from gigagrad.graphs import GATHER, MOMENTS, Call, Graph, Node, lookup
+from gigagrad.graphs import GATHER, MOMENTS, Call, Effort, Graph, Node, lookup
 from gigagrad.plans.geometry import Grid, lattice, reference, remembered_steps, runs_by_rows
 from gigagrad.plans.memory import (
     compiled_convolutions,
@@ -21,7 +22,7 @@ from gigagrad.plans.memory import (
     worst_tile,
 )
 from gigagrad.plans.segments import Segment
-from gigagrad.work import Work
+from gigagrad.work import Work, is_ragged, unfolded_flops
 
 _GRADIENT = 2
 """Calls of an operator's vector-Jacobian product."""
@@ -37,6 +38,37 @@ _USUAL_SIDE_PX = 128
 """Tile side at which pieces between cuts are compared."""
 _USUAL_CROP_PX = 512
 """At most so many pixels of the finest field are such a tile's own share."""
+
+
+def autograd_seconds(machine: Machine, efforts: Iterable[Effort]) -> float:
+    """Predict kernels that plain autograd calls one by one, all threads at work on each: those of a whole image, and of
+    whole fields between tiles. What is no new tensor is still in the cache.
+    """
+    machine, seconds, calls = machine.by_autograd(), 0.0, 0
+    for effort in efforts:
+        seconds += machine.operator_seconds(
+            effort.moved_bytes, effort.flops, effort.work, cached=effort.in_place, ragged=effort.ragged_bytes
+        )
+        calls += 1
+    return machine.wall_seconds(seconds, calls, 1, 1)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Rates:
+    """Rates of one operator's work on tiles, whatever their size."""
+
+    flops_per_byte: float
+    """Products per byte that it makes."""
+    work: Work
+    weight_flops_per_byte: float
+    """The same of its weight's gradient."""
+    weight_work: Work
+    given_seconds: float
+    """Seconds that moving its operands which are no fields takes, once a tile (oneDNN reorders weights first)."""
+    gradient: float
+    """Its vector-Jacobian product in forwards, that of a weight one of them."""
+    ragged: frozenset[int]
+    """The fields among those it reads and makes whose channels fill no whole vectors."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -96,7 +128,7 @@ class Costs:
         self._shapes: dict[tuple[object, ...], list[tuple[int, int]]] = {}
         self._steps = remembered_steps(graph)
         self._flops: dict[int, float] = {}
-        self._rates: dict[int, tuple[float, float, Work, float]] = {}
+        self._rates: dict[int, _Rates] = {}
 
     def with_whole(self, pixels: int) -> Costs:
         """Return the costs of the graph in which fields of at most so many pixels are whole."""
@@ -149,34 +181,52 @@ class Costs:
         """Predict the seconds of whole-field operators, which no choice of tiles changes; `on_host` what they make is
         taken from the system block by block.
         """
-        graph, seconds, mapped = self.graph, 0.0, 0
-        for node in graph.nodes:
-            if node.whole and node.op != GATHER:
-                moved = node.nbytes + sum(graph[i].nbytes for i in set(node.operands))
-                rule = lookup(node.op)
-                work = rule.work_of(Call(node, graph.operands(node)))
-                once = self._machine.operator_seconds(moved, self._flops_of(node), work)
-                times = 1 + rule.gradient_forwards * (backward and node.differentiable)
-                seconds += once * times
-                mapped += round(times * node.nbytes) if node.nbytes >= MAPPED_BYTES else 0
+        nodes = [node for node in self.graph.nodes if node.whole and node.op != GATHER]
+        mapped = 0
+        for node in nodes:
+            times = 1 + lookup(node.op).gradient_forwards * (backward and node.differentiable)
+            mapped += round(times * node.nbytes) if node.nbytes >= MAPPED_BYTES else 0
         pages = self._machine.block_seconds(mapped) if on_host else 0.0
-        return self._machine.wall_seconds(seconds, 0, 1, 1) + pages  # all threads share each of them
+        efforts = (effort for node in nodes for effort in self._efforts(node, backward and node.differentiable))
+        return autograd_seconds(self._machine, efforts) + pages
+
+    def _efforts(self, node: Node, backward: bool) -> Iterator[Effort]:
+        """Yield a whole-field operator's forward, and with `backward` its gradients, as of forwards."""
+        graph, known = self.graph, self._rates_of(node)
+        moved = node.nbytes + sum(graph[i].nbytes for i in set(node.operands))
+        ragged = sum(graph[i].nbytes for i in known.ragged)
+        yield Effort(moved, known.flops_per_byte * node.nbytes, known.work, ragged_bytes=ragged)
+        if backward:
+            others = known.gradient - 1
+            flops = others * known.flops_per_byte * node.nbytes
+            yield Effort(round(others * moved), flops, known.work, ragged_bytes=round(others * ragged))
+            flops = known.weight_flops_per_byte * node.nbytes
+            yield Effort(moved, flops, known.weight_work, ragged_bytes=ragged)
 
     def _flops_of(self, node: Node) -> float:
         if node.id not in self._flops:
             self._flops[node.id] = lookup(node.op).flops(Call(node, self.graph.operands(node)))
         return self._flops[node.id]
 
-    def _rates_of(self, node: Node) -> tuple[float, float, Work, float]:
-        """Return the products of an operator per byte that it makes, the seconds that moving its operands which are no
-        fields takes, once a tile (oneDNN reorders weights first), its kind of work, and its gradient in forwards.
-        """
-        rule = lookup(node.op)
+    def _rates_of(self, node: Node) -> _Rates:
+        if node.id in self._rates:
+            return self._rates[node.id]
+        rule, operands = lookup(node.op), self.graph.operands(node)
+        call = Call(node, operands)
         given = sum(self.graph[i].nbytes for i in set(node.operands) if not self.graph[i].is_field)
         given *= _REORDERED if rule.compiled else 1
-        seconds = given / self._machine.memory_bytes_per_second
-        work = rule.work_of(Call(node, self.graph.operands(node)))
-        found = self._flops_of(node) / node.nbytes, seconds, work, rule.gradient_forwards
+        works, groups = (rule.work_of(call), rule.weight_work_of(call)), rule.groups_of(call)
+        flops, weight_flops = (self._flops_of(node) if work is not Work.UNFOLDED else _unfolded(call) for work in works)
+        fields = (node.id, node.operands[0]) if groups else ()
+        found = _Rates(
+            flops_per_byte=flops / node.nbytes,
+            work=works[0],
+            weight_flops_per_byte=weight_flops / node.nbytes,
+            weight_work=works[1],
+            given_seconds=given / self._machine.memory_bytes_per_second,
+            gradient=rule.gradient_forwards,
+            ragged=frozenset(i for i in fields if is_ragged(self.graph[i].shape[1], groups)),
+        )
         self._rates[node.id] = found
         return found
 
@@ -234,14 +284,22 @@ class Costs:
         not_again = {i for i in segment.kept if lookup(graph[i].op).backward_without_output}
         for i in segment.fields:
             node, own = graph.nodes[i], size[i]
-            flops_per_byte, given_seconds, work, gradient = self._rates.get(i) or self._rates_of(node)
+            rates = self._rates.get(i) or self._rates_of(node)
             moved = own
             for j in graph.reads[i]:
                 moved += size[j]
-            once = machine.operator_seconds(moved, own * flops_per_byte, work) + given_seconds
+            ragged = sum(size[j] for j in rates.ragged) if rates.ragged else 0
+            once = machine.operator_seconds(moved, own * rates.flops_per_byte, rates.work, ragged=ragged)
+            once += rates.given_seconds
             forward += once
             again += once * (i not in not_again)
-            backward += once * gradient * node.differentiable
+            if node.differentiable:
+                weight = once
+                if rates.weight_work is not rates.work:
+                    flops = own * rates.weight_flops_per_byte
+                    weight = machine.operator_seconds(moved, flops, rates.weight_work, ragged=ragged)
+                    weight += rates.given_seconds
+                backward += once * (rates.gradient - 1) + weight
         for i in segment.reductions:
             node, read = graph[i], size[graph[i].operands[0]]
             of_norm = node.op == MOMENTS
@@ -251,6 +309,11 @@ class Costs:
         added = sum(graph[i].nbytes for i in segment.globals if graph[i].differentiable)
         backward += again + _BYTES_OF_A_SUM * added / machine.memory_bytes_per_second
         return forward, backward, again
+
+
+def _unfolded(call: Call) -> float:
+    """Count the products of a convolution by unfolded windows."""
+    return unfolded_flops(prod(call.node.shape) // call.node.shape[1], call.operands[1].shape, call["groups"])
 
 
 def _key(segment: Segment) -> tuple[object, ...]:

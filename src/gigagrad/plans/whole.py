@@ -9,6 +9,7 @@ from math import prod
 from gigagrad.allowances import ALLOCATOR_FRAGMENTATION, FILLED_UNSEEN_BYTES
 from gigagrad.graphs import WholeCost
 from gigagrad.plans import estimate
+from gigagrad.plans.cost import autograd_seconds
 from gigagrad.plans.plan import Amount, Plan, total
 from gigagrad.plans.problem import Problem
 from gigagrad.plans.program import Whole
@@ -72,14 +73,9 @@ def _amounts(problem: Problem, cost: WholeCost, freed_bytes: int) -> tuple[Amoun
 
 
 def _seconds(problem: Problem, cost: WholeCost, step: Whole) -> float:
-    """Predict the time of any step but the first by the cost model: all threads share each operator, and on a host new
-    pages take time.
-    """
+    """Predict the time of any step but the first by the cost model; on a host new pages take time, too."""
     machine = problem.machine
-    seconds = sum(
-        machine.operator_seconds(moved, flops, work, cached=in_place) for moved, flops, work, in_place in cost.operators
-    )
-    wall = machine.wall_seconds(seconds, len(cost.operators), 1, 1)
+    wall = autograd_seconds(machine, cost.operators)
     if problem.device != "cpu" or step.keeps:
         return wall
     return wall + (machine.page_seconds(cost.peak_bytes) if step.from_heap else machine.block_seconds(cost.large_bytes))

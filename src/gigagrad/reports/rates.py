@@ -23,7 +23,7 @@ _DECODED_PX_PER_SECOND = 180e6
 """Pixels of a JPEG that one thread decodes to grey (bench/decoding.py, on an AMD EPYC)."""
 _ENDLESS = 1e30
 _PARTS = {
-    "products": ("flops_per_second", "channelwise_flops_per_second"),
+    "products": ("flops_per_second", "unfolded_flops_per_second"),
     "bytes between cache and memory": BYTE_RATES,
     "calls of operators": ("seconds_per_operator",),
 }

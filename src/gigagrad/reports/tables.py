@@ -191,14 +191,17 @@ def rates_table(calibration: Calibration) -> Table:
         title, heading = "Rates", "what one thread does"
         rows = {
             "convolutions": f"{machine.flops_per_second / 1e9:,.0f} GFLOP/s",
-            "convolutions, channel by channel": f"{machine.channelwise_flops_per_second / 1e9:,.0f} GFLOP/s",
+            "convolutions by unfolded windows": f"{machine.unfolded_flops_per_second / 1e9:,.1f} GFLOP/s",
             "values in and out of convolutions": f"{machine.reordered_bytes_per_second / 1e9:,.1f} GB/s",
+            "the same, not in the cache": f"{machine.reordered_memory_bytes_per_second / 1e9:,.1f} GB/s",
+            "the same, vectors not full": f"{machine.ragged_bytes_per_second / 1e9:,.1f} GB/s",
             "means and variances": f"{machine.statistics_bytes_per_second / 1e9:,.1f} GB/s",
             "pools": f"{machine.window_bytes_per_second / 1e9:,.1f} GB/s",
             "operators, values in the cache": f"{machine.cached_bytes_per_second / 1e9:,.1f} GB/s",
             "operators, values in memory": f"{machine.memory_bytes_per_second / 1e9:,.1f} GB/s",
             "memory that is new, by all threads": f"{machine.new_bytes_per_second / 1e9:,.1f} GB/s",
             "a call of an operator": call,
+            "a call by plain autograd": f"{machine.seconds_per_autograd_call * 1e6:,.0f} us",
             "a tile beside its calls": f"{machine.seconds_per_tile * 1e3:,.2f} ms",
             "a pass beside its tiles": f"{machine.seconds_per_pass * 1e3:,.2f} ms",
             "a further thread, a tile each": f"{machine.side_by_side_efficiency:.0%}",

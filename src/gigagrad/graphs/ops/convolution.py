@@ -176,7 +176,13 @@ class Convolution(WindowRule):
         return float(2 * pixels * groups * prod(weight[1:]) * filled(weight[0] // groups))
 
     def work_of(self, call: Call) -> Work:
-        return Work.of_convolution(call.operands[1].shape[1], call["groups"])
+        return Work.of_convolution(call.operands[1].shape, call["groups"])
+
+    def weight_work_of(self, call: Call) -> Work:
+        return Work.of_convolution(call.operands[1].shape, call["groups"], of_weight=True)
+
+    def groups_of(self, call: Call) -> int:
+        return int(call["groups"])
 
     def contiguous_only(self, call: Call) -> bool:
         """Return True in double precision; and in bfloat16 with dilation, where oneDNN's gradient can end the process

@@ -111,7 +111,10 @@ class EachConvolution(Each):
     compiled = True
 
     def work_of(self, call: Call) -> Work:
-        return Work.of_convolution(call.operands[1].shape[1], call["groups"])
+        return Work.of_convolution(call.operands[1].shape, call["groups"])
+
+    def weight_work_of(self, call: Call) -> Work:
+        return Work.of_convolution(call.operands[1].shape, call["groups"], of_weight=True)
 
     def contiguous_only(self, call: Call) -> bool:
         return call.node.dtype == torch.float64

@@ -79,7 +79,13 @@ class TransposedConvolution(WindowRule):
         return 2.0 * pixels * weight[0] * out * prod(weight[2:])
 
     def work_of(self, call: Call) -> Work:
-        return Work.of_convolution(call.operands[1].shape[1], call["groups"])
+        return Work.of_convolution(call.operands[1].shape, call["groups"])
+
+    def weight_work_of(self, call: Call) -> Work:
+        return Work.of_convolution(call.operands[1].shape, call["groups"], of_weight=True)
+
+    def groups_of(self, call: Call) -> int:
+        return int(call["groups"])
 
     def contiguous_only(self, call: Call) -> bool:
         return call.node.dtype == torch.float64
