@@ -94,6 +94,34 @@ def test_a_kept_convolution_is_not_run_again_to_be_pulled_back():
         assert cost.backward_seconds == pytest.approx(forwards * cost.forward_seconds, rel=1e-3)
 
 
+@pytest.mark.parametrize("kernel", [3, 5])
+def test_the_gradient_of_a_large_depthwise_weight_unfolds_windows(kernel):
+    depthwise = nn.Conv2d(32, 32, kernel, padding=kernel // 2, groups=32)
+    graph = colour_graph_of(nn.Sequential(nn.Conv2d(3, 32, 1), depthwise, nn.Conv2d(32, 1, 1)))
+    endless: dict[str, Any] = dict.fromkeys(("flops_per_second", *BYTE_RATES), 1e30)
+    costs = Costs(graph, Machine(seconds_per_operator=0.0, unfolded_flops_per_second=1e6, **endless))
+    (segment,) = split_segments(graph)
+    height, width = (next(node for node in graph.nodes if node.is_field).size(axis) for axis in (0, 1))
+    cost = costs.of(segment, (height, width), backward=True)
+    assert cost.forward_seconds == pytest.approx(0, abs=1e-9)
+    products = 2 * 32 * 25 * height * width if kernel == 5 else 0
+    assert cost.backward_seconds == pytest.approx(products / 1e6, abs=1e-9)
+
+
+def test_whole_fields_are_kernels_of_autograd(graph_of):
+    """As those of a whole image they make new tensors, which no cache holds, and call each at autograd's cost."""
+    graph = graph_of(nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), nn.GELU()), F.mse_loss, (64, 64)).with_whole(64 * 64)
+    endless: dict[str, Any] = dict.fromkeys(("flops_per_second", *BYTE_RATES), 1e30)
+    free = Machine(seconds_per_operator=0.0, seconds_per_autograd_call=0.0).with_rates(endless)
+    seconds = {
+        rate: Costs(graph, free.with_rates({rate: 1e6})).whole_seconds(backward=True, on_host=False)
+        for rate in ("cached_bytes_per_second", "memory_bytes_per_second")
+    }
+    assert seconds["cached_bytes_per_second"] < 1e-9 < seconds["memory_bytes_per_second"]
+    calling = Costs(graph, free.with_rates({"seconds_per_autograd_call": 1.0}))
+    assert calling.whole_seconds(backward=False, on_host=False) >= 2
+
+
 def test_moments_have_a_rate_of_their_own():
     moving = Machine(flops_per_second=1e18, seconds_per_operator=0.0, cache_bytes=0)
     seconds = []

@@ -173,8 +173,11 @@ def _kernel(
     if work is Work.UNFOLDED:
         windows = field if transposed else made
         flops = unfolded_flops(prod(windows.shape) // windows.shape[1], weight.shape, groups)
-    ragged = sum(_nbytes(one) for one in (field, made) if is_ragged(one.shape[1], groups))
-    return Effort(_nbytes(field) + _nbytes(made) + _nbytes(weight), flops, work, ragged_bytes=ragged)
+    ragged = [one for one in (field, made) if is_ragged(one.shape[1], groups)]
+    if groups == 1:  # products of what fills the vectors up
+        flops *= prod(_reordered_bytes(one) / _nbytes(one) for one in ragged)
+    moved = _nbytes(field) + _nbytes(made) + _nbytes(weight)
+    return Effort(moved, flops, work, ragged_bytes=sum(map(_nbytes, ragged)))
 
 
 class _Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
