@@ -73,9 +73,9 @@ class Machine:
     reordered_bytes_per_second: float = 5e9
     """Bytes in and out of a convolution: its library brings them into a layout of its own."""
     reordered_memory_bytes_per_second: float = 3e9
-    """The same where values and their copies do not stay in the cache; a thread's part where all threads share it."""
+    """Bytes of convolutions whose values and copies do not stay in the cache: a thread's part where all share them."""
     ragged_bytes_per_second: float = 2e9
-    """The same of channels that fill no whole vectors; a thread's part where all threads share it."""
+    """Bytes of convolutions whose channels fill no whole vectors: a thread's part where all share them."""
     unfolded_flops_per_second: float = 2e9
     """The rate of convolutions by unfolded windows, in products of one channel."""
     statistics_bytes_per_second: float = 2.5e9

@@ -49,7 +49,7 @@ _SHALLOW, _DEEP = 16, 96
 """Channels of the convolution of one pixel by which moving values is timed, in and out; depthwise ones have as many as
 go out."""
 _RAGGED_SHALLOW, _RAGGED_DEEP = 20, 100
-"""The same where channels fill no whole vectors."""
+"""Channels of such a convolution that fill no whole vectors."""
 _MEMORY_SIDE_PX = 320
 """Side of such a convolution whose values do not stay in the cache."""
 _UNFOLDED_PX = 5
@@ -414,7 +414,7 @@ def _rates_of_all_threads(flops_per_second: float) -> dict[str, float]:
     sharing = _sharing()
     speedup = 1 + sharing.get("shared_efficiency", 0.0) * (torch.get_num_threads() - 1)
 
-    def part(inputs: int, outputs: int, side: int) -> float:
+    def bytes_per_second(inputs: int, outputs: int, side: int) -> float:
         flops, moved, seconds = _convolution(inputs, outputs, 1, side, time.perf_counter)
         return moved / max(speedup * seconds - flops / flops_per_second, _LEAST_SHARE * speedup * seconds)
 
@@ -423,8 +423,8 @@ def _rates_of_all_threads(flops_per_second: float) -> dict[str, float]:
     try:
         return {
             **sharing,
-            "reordered_memory_bytes_per_second": part(_SHALLOW, _DEEP, _MEMORY_SIDE_PX),
-            "ragged_bytes_per_second": part(_RAGGED_SHALLOW, _RAGGED_DEEP, _SIDE_PX),
+            "reordered_memory_bytes_per_second": bytes_per_second(_SHALLOW, _DEEP, _MEMORY_SIDE_PX),
+            "ragged_bytes_per_second": bytes_per_second(_RAGGED_SHALLOW, _RAGGED_DEEP, _SIDE_PX),
         }
     finally:
         blocks.close()

@@ -61,7 +61,7 @@ class _Rates:
     """Products per byte that it makes."""
     work: Work
     weight_flops_per_byte: float
-    """The same of its weight's gradient."""
+    """Products of its weight's gradient."""
     weight_work: Work
     given_seconds: float
     """Seconds that moving its operands which are no fields takes, once a tile (oneDNN reorders weights first)."""
