@@ -127,9 +127,7 @@ def test_blocks_that_freed_memory_does_not_serve_are_told_segment_by_segment():
             nn.Conv2d(3, 512, 1), nn.Conv2d(512, 512, 3, padding=1), nn.BatchNorm2d(512), nn.Conv2d(512, 1, 1)
         )
     )
-    # Were convolutions slower where no cache holds them, what the first one makes would be kept, too.
-    machine = Machine(reordered_memory_bytes_per_second=Machine().reordered_bytes_per_second)
-    beside = {side: plan_of(graph, machine=machine, tiles=((side, side),)).segments for side in (16, 128)}
+    beside = {side: plan_of(graph, tiles=((side, side),)).segments for side in (16, 128)}
     weights = 512 * 512 * 9 * 4
     assert [segment.beside_bytes for segment in beside[16]] == [weights, 0]
     waiting = beside[128][1].beside_bytes

@@ -72,9 +72,9 @@ class Machine:
     """Bytes in and out of an operator whose values do not stay in the cache."""
     reordered_bytes_per_second: float = 5e9
     """Bytes in and out of a convolution: its library brings them into a layout of its own."""
-    reordered_memory_bytes_per_second: float = 3e9
+    reordered_memory_bytes_per_second: float = 5e9
     """Bytes of convolutions whose values and copies do not stay in the cache: a thread's part where all share them."""
-    ragged_bytes_per_second: float = 2e9
+    ragged_bytes_per_second: float = 5e9
     """Bytes of convolutions whose channels fill no whole vectors: a thread's part where all share them."""
     unfolded_flops_per_second: float = 2e9
     """The rate of convolutions by unfolded windows, in products of one channel."""
@@ -180,8 +180,8 @@ class Machine:
     def operator_seconds(
         self, moved_bytes: float, flops: float, work: Work = Work.VALUES, *, cached: bool = True, ragged: float = 0.0
     ) -> float:
-        """Estimate one call by one thread that moves so many bytes in and out; `cached` they may be in the cache, and
-        so many of them are `ragged` (`work.is_ragged`).
+        """Estimate one call by one thread that moves so many bytes in and out; `cached` they may be in the cache, as
+        those of tiles are, and so many of them are `ragged` (`work.is_ragged`).
         """
         products, slowly = self.flops_per_second, 0.0
         if work is Work.VALUES:
@@ -192,7 +192,7 @@ class Machine:
         elif work is Work.WINDOWS:
             rate = self.window_bytes_per_second
         else:
-            cached = _COPIES * moved_bytes <= self.cache_bytes // 2
+            cached = cached or _COPIES * moved_bytes <= self.cache_bytes // 2
             rate = self.reordered_bytes_per_second if cached else self.reordered_memory_bytes_per_second
             products = self.unfolded_flops_per_second if work is Work.UNFOLDED else products
             slowly = ragged * max(0.0, 1 / self.ragged_bytes_per_second - 1 / rate)

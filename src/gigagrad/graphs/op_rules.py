@@ -217,10 +217,6 @@ class OpRule(ABC):
         """Return the kind of work of its weight's gradient, which is one of its `gradient_forwards`."""
         return self.work_of(call)
 
-    def groups_of(self, call: Call) -> int:
-        """Return the groups of channels that it brings into a layout of its own; 0 where it brings none."""
-        return 0
-
     def layout(self, call: Call) -> Layout:
         """Return the memory that the output of this use lies in."""
         return self.lies or (Layout.VIEW if operators.is_view(call.node.op) else Layout.OWN)

@@ -22,7 +22,7 @@ from gigagrad.plans.memory import (
     worst_tile,
 )
 from gigagrad.plans.segments import Segment
-from gigagrad.work import Work, is_ragged, unfolded_flops
+from gigagrad.work import Work, unfolded_flops
 
 _GRADIENT = 2
 """Calls of an operator's vector-Jacobian product."""
@@ -67,8 +67,6 @@ class _Rates:
     """Seconds that moving its operands which are no fields takes, once a tile (oneDNN reorders weights first)."""
     gradient: float
     """Its vector-Jacobian product in forwards, that of a weight one of them."""
-    ragged: frozenset[int]
-    """The fields among those it reads and makes whose channels fill no whole vectors."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -194,14 +192,13 @@ class Costs:
         """Yield a whole-field operator's forward, and with `backward` its gradients, as of forwards."""
         graph, known = self.graph, self._rates_of(node)
         moved = node.nbytes + sum(graph[i].nbytes for i in set(node.operands))
-        ragged = sum(graph[i].nbytes for i in known.ragged)
-        yield Effort(moved, known.flops_per_byte * node.nbytes, known.work, ragged_bytes=ragged)
+        yield Effort(moved, known.flops_per_byte * node.nbytes, known.work)
         if backward:
             others = known.gradient - 1
             flops = others * known.flops_per_byte * node.nbytes
-            yield Effort(round(others * moved), flops, known.work, ragged_bytes=round(others * ragged))
+            yield Effort(round(others * moved), flops, known.work)
             flops = known.weight_flops_per_byte * node.nbytes
-            yield Effort(moved, flops, known.weight_work, ragged_bytes=ragged)
+            yield Effort(moved, flops, known.weight_work)
 
     def _flops_of(self, node: Node) -> float:
         if node.id not in self._flops:
@@ -215,9 +212,8 @@ class Costs:
         call = Call(node, operands)
         given = sum(self.graph[i].nbytes for i in set(node.operands) if not self.graph[i].is_field)
         given *= _REORDERED if rule.compiled else 1
-        works, groups = (rule.work_of(call), rule.weight_work_of(call)), rule.groups_of(call)
+        works = rule.work_of(call), rule.weight_work_of(call)
         flops, weight_flops = (self._flops_of(node) if work is not Work.UNFOLDED else _unfolded(call) for work in works)
-        fields = (node.id, node.operands[0]) if groups else ()
         found = _Rates(
             flops_per_byte=flops / node.nbytes,
             work=works[0],
@@ -225,7 +221,6 @@ class Costs:
             weight_work=works[1],
             given_seconds=given / self._machine.memory_bytes_per_second,
             gradient=rule.gradient_forwards,
-            ragged=frozenset(i for i in fields if is_ragged(self.graph[i].shape[1], groups)),
         )
         self._rates[node.id] = found
         return found
@@ -288,17 +283,14 @@ class Costs:
             moved = own
             for j in graph.reads[i]:
                 moved += size[j]
-            ragged = sum(size[j] for j in rates.ragged) if rates.ragged else 0
-            once = machine.operator_seconds(moved, own * rates.flops_per_byte, rates.work, ragged=ragged)
-            once += rates.given_seconds
+            once = machine.operator_seconds(moved, own * rates.flops_per_byte, rates.work) + rates.given_seconds
             forward += once
             again += once * (i not in not_again)
             if node.differentiable:
                 weight = once
                 if rates.weight_work is not rates.work:
                     flops = own * rates.weight_flops_per_byte
-                    weight = machine.operator_seconds(moved, flops, rates.weight_work, ragged=ragged)
-                    weight += rates.given_seconds
+                    weight = machine.operator_seconds(moved, flops, rates.weight_work) + rates.given_seconds
                 backward += once * (rates.gradient - 1) + weight
         for i in segment.reductions:
             node, read = graph[i], size[graph[i].operands[0]]

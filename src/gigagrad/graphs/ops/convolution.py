@@ -181,9 +181,6 @@ class Convolution(WindowRule):
     def weight_work_of(self, call: Call) -> Work:
         return Work.of_convolution(call.operands[1].shape, call["groups"], of_weight=True)
 
-    def groups_of(self, call: Call) -> int:
-        return int(call["groups"])
-
     def contiguous_only(self, call: Call) -> bool:
         """Return True in double precision; and in bfloat16 with dilation, where oneDNN's gradient can end the process
         (24 channels in, PyTorch 2.13: a segmentation fault).

@@ -84,9 +84,6 @@ class TransposedConvolution(WindowRule):
     def weight_work_of(self, call: Call) -> Work:
         return Work.of_convolution(call.operands[1].shape, call["groups"], of_weight=True)
 
-    def groups_of(self, call: Call) -> int:
-        return int(call["groups"])
-
     def contiguous_only(self, call: Call) -> bool:
         return call.node.dtype == torch.float64
 
