@@ -15,6 +15,7 @@ from gigagrad.graphs import Call, Node, Ref, Site, lookup, operators
 from gigagrad.graphs.builder import Builder
 from gigagrad.graphs.crops import batched
 from gigagrad.graphs.graph import EACH, fill, references, substitute
+from gigagrad.graphs.op_rules import per_operand
 
 
 class Bench:
@@ -136,7 +137,10 @@ def _alike(call: Call, site: Site) -> Site:
         place, there = out, needs
         for start in range(call.node.size(axis) - out.length + 1) if form is not None else ():
             other = Span(start, start + out.length)
-            asked = rule.needs(call, axis, other)
+            asked = rule.needing(call, axis)(other)
+            assert asked == rule.needs(call, axis, other)
+            if rule.needs_alike(call, axis):
+                assert asked == per_operand(call, lambda _: other)  # noqa: B023 - called at once
             lengths = [[need and need.length for need in spans] for spans in (asked, needs)]
             if lengths[0] == lengths[1] and rule.form(call, axis, other, asked) == form:
                 place, there = other, asked

@@ -315,17 +315,16 @@ def test_boxes_outside_their_field_are_found(normed, sound, monkeypatch):
     from gigagrad.boxes import Span
     from gigagrad.plans import geometry
 
-    whole = geometry.axis_geometry
-    image = normed.source("image").id
+    walk, image = geometry.walk, normed.source("image").id
 
-    def beyond(steps, wanted):
-        found = whole(steps, wanted)
+    def beyond(*arguments):
+        found = walk(*arguments)
         if image in found.spans:
             span = found.spans[image]
             found.spans[image] = Span(span.start - 1, span.stop)
         return found
 
-    monkeypatch.setattr(geometry, "axis_geometry", beyond)
+    monkeypatch.setattr(geometry, "walk", beyond)
     assert rules(normed, sound) == {"boxes"}
 
 

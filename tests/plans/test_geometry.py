@@ -10,7 +10,7 @@ from torch import nn
 from gigagrad.boxes import Box, Span
 from gigagrad.graphs import Call, lookup
 from gigagrad.plans import Grid, split_segments
-from gigagrad.plans.geometry import lattice, remembered_steps
+from gigagrad.plans.geometry import Steps, lattice
 
 sides = st.tuples(st.integers(1, 200), st.integers(1, 200))
 
@@ -67,16 +67,29 @@ def mixed(graph_of):
     return graph_of(Mixed(), lambda o, t: o, (331, 517))
 
 
+def walked(graph, segment, axis, wanted):
+    """The spans of all fields, one operator after the other."""
+    spans = {target: span for target, span in wanted.items() if not span.empty}
+    for node in (graph[i] for i in reversed(segment.fields) if i in spans):
+        needs = lookup(node.op).needs(Call(node, graph.operands(node)), axis, spans[node.id])
+        for operand, need in zip(node.operands, needs, strict=True):
+            if need is not None:
+                spans[operand] = need.hull(spans.get(operand))
+    return spans
+
+
 @given(sides, st.data())
-def test_remembered_needs_are_the_rows_own(unet, gate, mixed, tile, data):
+def test_fields_have_the_spans_that_their_readers_need(unet, gate, mixed, tile, data):
     for graph in (unet, gate, mixed):
-        steps = remembered_steps(graph)
+        steps = Steps(graph)
         for segment in split_segments(graph):
-            direct, remembering = Grid(graph, segment, tile), Grid(graph, segment, tile, steps)
+            alone, remembering = Grid(graph, segment, tile), Grid(graph, segment, tile, steps)
             for axis in (0, 1):
                 for _ in range(3):
-                    index = data.draw(st.integers(0, direct.shape[axis] - 1))
-                    assert remembering.axis_geometry(axis, index) == direct.axis_geometry(axis, index)
+                    index = data.draw(st.integers(0, alone.shape[axis] - 1))
+                    found = alone.axis_geometry(axis, index)
+                    assert remembering.axis_geometry(axis, index) == found
+                    assert found.spans == walked(graph, segment, axis, found.wanted)
 
 
 @given(st.tuples(st.integers(1, 60), st.integers(1, 60)))
@@ -85,7 +98,8 @@ def test_every_tile_has_its_like_in_the_sample(unet, gate, mixed, tile):
 
     def lengths(geometry):
         own = tuple(span.length for span in geometry.wanted.values())
-        read = tuple(tuple(s and s.length for s in spans) for spans in geometry.operand_spans.values())
+        computed = [i for i in geometry.spans if i in grid.segment.fields]
+        read = tuple(tuple(s and s.length for s in geometry.needs(i)) for i in computed)
         return own, tuple((i, span.length) for i, span in geometry.spans.items()), read
 
     for graph in (unet, gate, mixed):
@@ -181,7 +195,8 @@ def test_spans_that_are_remembered_are_told_apart_by_shapes_and_dtypes(graph_of)
             return self.small(x) + self.short(x.bfloat16()).float(), self.large(x)
 
     graph = graph_of(Net(), None, (40, 41))
-    for axis, steps in enumerate(remembered_steps(graph)):
-        for node in (graph[i] for i in steps if graph[i].op.startswith("aten.conv2d")):
-            call, out = Call(node, graph.operands(node)), Span(11, 20)
-            assert steps[node.id][2].ask(out) == lookup(node.op).needs(call, axis, out)
+    steps, out = Steps(graph), Span(11, 20)
+    for node in (node for node in graph.nodes if node.op.startswith("aten.conv2d")):
+        for axis in (0, 1):
+            call, (_, _, needs) = Call(node, graph.operands(node)), steps.of(axis, node.id)
+            assert needs.of(out) == lookup(node.op).needs(call, axis, out)

@@ -145,15 +145,16 @@ class SegmentPrograms:
         return form
 
     def _form_of(self, axis: int, geometry: AxisGeometry) -> _Form:
-        spans, needs = geometry.spans, geometry.operand_spans
+        spans = geometry.spans
 
         def extent(call: Call) -> _Extent | None:
             out = spans.get(call.node.id)
             if out is None:
                 return None
-            pairs = zip(call.operands, needs[call.node.id], strict=True)
+            needs = geometry.needs(call.node.id)
+            pairs = zip(call.operands, needs, strict=True)
             cuts = tuple(None if need is None else _Cut.of(need, spans[operand.id]) for operand, need in pairs)
-            return _Extent(out.length, cuts, lookup(call.node.op).form(call, axis, out, needs[call.node.id]))
+            return _Extent(out.length, cuts, lookup(call.node.op).form(call, axis, out, needs))
 
         wanted = ((i, geometry.wanted[i]) for i in self.targets)
         return _Form(
@@ -452,7 +453,7 @@ def _step(
         is_large=is_large,
         has_large_operands=has_large_operands,
         nbytes=nbytes,
-        workspace_bytes=workspace_bytes(programs.graph, tile, node.id) if is_large or has_large_operands else 0,
+        workspace_bytes=workspace_bytes(call, tile) if is_large or has_large_operands else 0,
     )
 
 

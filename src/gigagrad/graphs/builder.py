@@ -35,9 +35,17 @@ class Builder:
     """Appends nodes in topological order. `origin` is stamped on every node added until it is changed.
 
     With `merging`, what is the same operator on the same values is one node, except where it draws random numbers.
+    `results` has what operators made on the meta device in other graphs of the program, and gets more of it.
     """
 
-    def __init__(self, closed: Mapping[str, torch.Tensor] = MappingProxyType({}), *, merging: bool = False) -> None:
+    def __init__(
+        self,
+        closed: Mapping[str, torch.Tensor] = MappingProxyType({}),
+        *,
+        merging: bool = False,
+        results: dict[Any, Any] | None = None,
+    ) -> None:
+        self._results = {} if results is None else results
         self._same: dict[Any, Any] | None = {} if merging else None
         self._nodes: list[Node] = []
         self._closed = closed
@@ -153,7 +161,11 @@ class Builder:
 
     def _called(self, op: str, arguments: dict[str, Any]) -> Any:
         operand_nodes = tuple(self.node(ref) for ref in references(arguments))
-        result = operators.on_meta(op, arguments, operand_nodes)
+        forms = {node.id: (node.shape, node.dtype) for node in operand_nodes}
+        key = op, exactly({name: substitute(value, forms) for name, value in arguments.items()})
+        if key not in self._results:
+            self._results[key] = operators.on_meta(op, arguments, operand_nodes)
+        result = self._results[key]
         several = isinstance(result, tuple | list)
         outputs = list(result) if several else [result]
         reads_field = op not in REDUCTIONS and op != GATHER and any(n.is_field for n in operand_nodes)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from math import prod
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch.utils._pytree import TreeSpec
@@ -290,12 +290,19 @@ class Graph:
         return seen
 
 
+_NUMBERS: Final = frozenset({int, float, bool, str, type(None), torch.dtype})
+"""Types of most arguments: whether they are mappings takes longer to find out."""
+
+
 def references(value: Any) -> Iterator[Ref]:
     """Yield every `Ref` inside a nest of mappings, lists and tuples, in order."""
     if isinstance(value, Ref):
         yield value
-    elif isinstance(value, Mapping | list | tuple):
-        for item in value.values() if isinstance(value, Mapping) else value:
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from references(item)
+    elif type(value) not in _NUMBERS and isinstance(value, Mapping):
+        for item in value.values():
             yield from references(item)
 
 

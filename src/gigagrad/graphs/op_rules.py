@@ -17,6 +17,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from functools import partial
 from itertools import takewhile
 from typing import Any
 
@@ -159,6 +160,14 @@ class OpRule(ABC):
         (`Grid.sample`).
         """
 
+    def needing(self, call: Call, axis: int) -> Callable[[Span], tuple[Span | None, ...]]:
+        """Make the function that answers as `needs` for this use along this axis, which planning asks often."""
+        return partial(self.needs, call, axis)
+
+    def needs_alike(self, call: Call, axis: int) -> bool:
+        """Say whether an output span always needs that span of every field, so that nobody need ask."""
+        return False
+
     def run(self, call: Call, arguments: dict[str, Any], site: Site) -> torch.Tensor:
         """Compute the output on `site.out`, from arguments whose fields are crops of exactly `site.operands`. A rule
         defines this, or `bind`.
@@ -257,6 +266,9 @@ class Pointwise(OpRule):
 
     def needs(self, call: Call, axis: int, out: Span) -> tuple[Span | None, ...]:
         return per_operand(call, lambda _: out)
+
+    def needs_alike(self, call: Call, axis: int) -> bool:
+        return type(self).needs is Pointwise.needs
 
     @property
     def takes_workspace(self) -> bool:

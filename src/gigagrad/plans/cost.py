@@ -14,7 +14,7 @@ from math import prod
 from gigagrad.allowances import MAPPED_BYTES
 from gigagrad.devices import Machine
 from gigagrad.graphs import GATHER, MOMENTS, Call, Effort, Graph, Node, lookup
-from gigagrad.plans.geometry import Grid, lattice, reference, remembered_steps, runs_by_rows
+from gigagrad.plans.geometry import Grid, Steps, lattice, reference, runs_by_rows
 from gigagrad.plans.memory import (
     compiled_convolutions,
     crop_sizes,
@@ -124,7 +124,7 @@ class Costs:
         self._usual: dict[tuple[object, ...], tuple[float, float]] = {}
         self._known: dict[tuple[object, ...], TileCost] = {}
         self._shapes: dict[tuple[object, ...], list[tuple[int, int]]] = {}
-        self._steps = remembered_steps(graph)
+        self._steps = Steps(graph)
         self._flops: dict[int, float] = {}
         self._rates: dict[int, _Rates] = {}
 

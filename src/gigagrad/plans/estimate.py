@@ -158,6 +158,7 @@ class SegmentTiles:
     exact: set[tuple[int, int]] = field(default_factory=set)
     """The shapes that were costed exactly."""
     _counted: dict[TileCost, tuple[Amount, ...]] = field(default_factory=dict)
+    _totals: dict[TileCost, int] = field(default_factory=dict)
     _known: dict[TileCost, TileChoice] = field(default_factory=dict)
 
     def neighbours(self, shape: tuple[int, int]) -> list[tuple[int, int]]:
@@ -186,7 +187,9 @@ class SegmentTiles:
         return min((cost for cost in costs if self.seconds(cost) <= good_enough), key=self.total)
 
     def total(self, cost: TileCost) -> int:
-        return total(self.amounts(cost))
+        if cost not in self._totals:
+            self._totals[cost] = total(self.amounts(cost))
+        return self._totals[cost]
 
     def describe(self, cost: TileCost) -> SegmentPlan:
         segment, graph = self.segment, self.problem.graph
@@ -212,8 +215,8 @@ class SegmentTiles:
     def read_by(self, readers: int) -> None:
         """Count so many readers and their crops from now on."""
         self.readers = self.most_readers = readers
-        self._counted.clear()
-        self._known.clear()
+        for known in (self._counted, self._totals, self._known):
+            known.clear()
 
     def useful_readers(self, cost: TileCost) -> int:
         """Return the number of threads that these tiles can feed."""
@@ -410,20 +413,28 @@ class SegmentTiles:
         """Count the overlaps of one chunk: what its crops share with the lines of tiles before it and, where it begins
         inside a line, with the tile before it.
         """
-        graph, found = self.problem.graph, 0
+        found = 0
         if not self.backward or min(self.chunks, cost.tile_count) <= 1:
             return found
-        target = graph[reference(graph, self.segment)]
-        across, along = (0, 1) if runs_by_rows(self.segment, target) else (1, 0)
-        for i in (i for i in self.segment.reads if graph[i].differentiable and i in cost.crops):
-            shared = [_shared_pixels(graph[i].size(axis), cost.tiles[axis], cost.crops[i][axis]) for axis in (0, 1)]
-            length = graph[i].size(along)
+        across, along, fields = self._overlapping
+        for i, sizes, pixel in fields:
+            if (crop := cost.crops.get(i)) is None:
+                continue
+            length = sizes[along]
             if cost.tiles[across] < self.chunks:
                 tiles = -(-cost.tile_count // self.chunks)
-                length = min(length, (tiles - 1) * -(-length // cost.tiles[along]) + cost.crops[i][along])
-                found += cost.crops[i][across] * shared[along] * graph[i].bytes_per_pixel
-            found += shared[across] * length * graph[i].bytes_per_pixel
+                found += crop[across] * _shared_pixels(length, cost.tiles[along], crop[along]) * pixel
+                length = min(length, (tiles - 1) * -(-length // cost.tiles[along]) + crop[along])
+            found += _shared_pixels(sizes[across], cost.tiles[across], crop[across]) * length * pixel
         return found
+
+    @cached_property
+    def _overlapping(self) -> tuple[int, int, list[tuple[int, Size, int]]]:
+        """The axis across lines of tiles, that along them, and the fields whose cotangents crops share."""
+        graph = self.problem.graph
+        across = 0 if runs_by_rows(self.segment, graph[reference(graph, self.segment)]) else 1
+        read = [graph[i] for i in self.segment.reads if graph[i].differentiable]
+        return across, 1 - across, [(node.id, (node.size(0), node.size(1)), node.bytes_per_pixel) for node in read]
 
     def _further_fragmentation(self, cost: TileCost) -> int:
         """Count what many tiles side by side need beyond `ALLOCATOR_FRAGMENTATION`."""

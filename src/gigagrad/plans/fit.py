@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from heapq import heapify, heappop, heappush
 from math import inf
@@ -125,10 +126,12 @@ class Fitter:
         problem, (segments, passes) = self._problem, self._order(frozenset(kept))
         held = held_by_pass(problem, segments, passes, kept, problem.memory, self._held_share)
         all_shapes = []
+        own = defaultdict[int, list[tuple[str, tuple[int, int]]]](list)
+        for one, taken in zip(passes, held, strict=True):
+            own[one.segment].append((one.phase, taken))
         for segment in segments:
-            indices = [index for index, p in enumerate(passes) if p.segment == segment.index]
-            phases = [passes[index].phase for index in indices]
-            most = max((held[index] for index in indices), key=sum, default=(0, 0))
+            phases = [phase for phase, _ in own[segment.index]]
+            most = max((taken for _, taken in own[segment.index]), key=sum, default=(0, 0))
             backward = any(phase != "forward" for phase in phases)
             shapes = SegmentTiles(
                 problem, segment, workers, kept, most, backward, phases, self._room_of_tiles, problem.reading.threads

@@ -7,7 +7,7 @@ wants of its targets, the spans of all other fields follow backwards through the
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import repeat
@@ -15,7 +15,7 @@ from itertools import repeat
 from gigagrad.boxes import Box, Span, split
 from gigagrad.graphs import Call, Graph, Node, lookup
 from gigagrad.graphs.graph import fill
-from gigagrad.plans.segments import Segment, is_read
+from gigagrad.plans.segments import Segment
 
 _MOST_ANSWERS = 1024
 """Spans of one operator that are remembered."""
@@ -27,10 +27,13 @@ class AxisGeometry:
 
     spans: dict[int, Span]
     """The span of each field that is computed (or read); fields that this tile does not need are missing."""
-    operand_spans: dict[int, tuple[Span | None, ...]]
-    """For each computed field the span it reads of each operand."""
     wanted: dict[int, Span]
     """The tile's own, disjoint share of each target."""
+    _steps: Mapping[int, Step] = field(compare=False, repr=False)
+
+    def needs(self, node_id: int) -> tuple[Span | None, ...]:
+        """Return the span that a field which is computed reads of each operand."""
+        return self._steps[node_id][2].of(self.spans[node_id])
 
     def is_inside(self, graph: Graph, axis: int) -> bool:
         """Say whether nothing that the tile computes or reads is at a border of its field."""
@@ -64,75 +67,81 @@ class TileGeometry:
 
     def site(self, node_id: int) -> tuple[tuple[Span, Span], tuple[tuple[Span, Span] | None, ...]]:
         """Return the output spans of a field and those of its operands, as `(y, x)` pairs."""
-        pairs = zip(self.y.operand_spans[node_id], self.x.operand_spans[node_id], strict=True)
-        operands = tuple(None if y is None or x is None else (y, x) for y, x in pairs)
+        pairs = zip(self.y.needs(node_id), self.x.needs(node_id), strict=True)
+        operands = tuple([None if y is None or x is None else (y, x) for y, x in pairs])
         return (self.y.spans[node_id], self.x.spans[node_id]), operands
 
 
-@dataclass(slots=True)
 class Needs:
     """Answers which spans one operator needs of its operands along one axis, and remembers its answers."""
 
-    call: Call
-    axis: int
-    known: dict[Span, tuple[Span | None, ...]] = field(default_factory=dict)
+    def __init__(self, call: Call, axis: int) -> None:
+        rule = lookup(call.node.op)
+        self._call, self._ask = call, rule.needing(call, axis)
+        self._sizes = [operand.size(axis) if operand.is_field else 0 for operand in call.operands]
+        self._known: dict[Span, tuple[Span | None, ...]] = {}
+        self.are_alike = rule.needs_alike(call, axis)
+        """True where it needs just the span that it makes of every field."""
 
-    def ask(self, out: Span) -> tuple[Span | None, ...]:
-        """Ask the operator's rule what an output span needs, check that, and remember it."""
-        needs = lookup(self.call.node.op).needs(self.call, self.axis, out)
-        for operand, need in zip(self.call.operands, needs, strict=True):
-            inside = need is None or 0 <= need.start < need.stop <= operand.size(self.axis)
-            assert inside, (self.call.node.op, out, need)
-        if len(self.known) == _MOST_ANSWERS:
-            self.known.clear()
-        self.known[out] = needs
-        return needs
+    def of(self, out: Span) -> tuple[Span | None, ...]:
+        """Return what an output span needs: the operator's rule is asked once, and its answer checked."""
+        known = self._known.get(out)
+        if known is None:
+            known = self._ask(out)
+            for size, need in zip(self._sizes, known, strict=True):
+                assert need is None or 0 <= need[0] < need[1] <= size, (self._call.node.op, out, need)
+            if len(self._known) == _MOST_ANSWERS:
+                self._known.clear()
+            self._known[out] = known
+        return known
 
 
 Step = tuple[int, tuple[int, ...], Needs]
-"""One field of a walk along one axis, its operands, and what leads from its span to theirs."""
+"""A field that is computed, what leads from its span to those of its operands, and these; only the fields among them
+where all of those are needed alike."""
 
 
-def remembered_steps(graph: Graph) -> tuple[dict[int, Step], ...]:
-    """Return the steps of all fields that are computed, by axis and field. They remember the spans that they lead to
-    while segments and their tiles are compared: most of them are asked for the same spans again, and operators that
-    differ in what they read alone need the same. These are so few that they take some megabytes for a graph.
+class Steps:
+    """The steps of a graph's fields. They remember the spans that they lead to while segments and their tiles are
+    compared: most of them are asked for the same spans again, and operators that differ in what they read alone need
+    the same. These are so few that they take some megabytes for a graph.
     """
-    answers: dict[tuple[object, ...], Needs] = {}
 
-    def step(node: Node, axis: int) -> Step:
-        call = Call(node, graph.operands(node))
+    def __init__(self, graph: Graph) -> None:
+        self._graph = graph
+        self._answers: dict[tuple[object, ...], Needs] = {}
+        self._known: tuple[dict[int, Step], ...] = ({}, {})
+
+    def of(self, axis: int, node_id: int) -> Step:
+        """Return the step of a field that is computed along an axis."""
+        found = self._known[axis].get(node_id)
+        if found is None:
+            found = self._known[axis][node_id] = self._step(axis, self._graph[node_id])
+        return found
+
+    def _step(self, axis: int, node: Node) -> Step:
+        call = Call(node, self._graph.operands(node))
         form = tuple((one.shape, one.axes, one.patches, one.dtype) for one in (node, *call.operands))
         kind = (node.op, axis, form, repr([fill(value, repeat(None)) for value in node.arguments.values()]))
-        if kind not in answers:
-            answers[kind] = Needs(call, axis)
-        return node.id, node.operands, answers[kind]
-
-    computed = [node for node in graph.nodes if node.is_field and not is_read(graph, node.id)]
-    return tuple({node.id: step(node, axis) for node in computed} for axis in (0, 1))
-
-
-def _step(graph: Graph, node_id: int, axis: int) -> Step:
-    node = graph[node_id]
-    return node_id, node.operands, Needs(Call(node, graph.operands(node)), axis)
+        if kind not in self._answers:
+            self._answers[kind] = Needs(call, axis)
+        needs = self._answers[kind]
+        return node.id, self._graph.reads[node.id] if needs.are_alike else node.operands, needs
 
 
 class Grid:
     """The tiles of one segment. Geometry is computed when asked for; neighbouring tiles share rows and columns of it.
-    `steps`: those that remember.
+    `steps`: those of its graph, where others have asked them before.
     """
 
-    def __init__(
-        self, graph: Graph, segment: Segment, tile: tuple[int, int], steps: tuple[dict[int, Step], ...] | None = None
-    ) -> None:
+    def __init__(self, graph: Graph, segment: Segment, tile: tuple[int, int], steps: Steps | None = None) -> None:
         self.graph = graph
         self.segment = segment
         self.tile = tile
         self.targets = segment.targets(graph)
         self.reference = reference(graph, segment)
-        self._steps = [
-            [steps[axis][i] if steps else _step(graph, i, axis) for i in reversed(segment.fields)] for axis in (0, 1)
-        ]
+        steps = steps or Steps(graph)
+        self._steps = [{i: steps.of(axis, i) for i in reversed(segment.fields)} for axis in (0, 1)]
         self.axes = tuple(split(graph[self.reference].size(axis), tile[axis]) for axis in (0, 1))
         self.axis_geometry = lru_cache(maxsize=512)(self._axis_geometry)
         self._cropped_axis = lru_cache(maxsize=512)(self._find_cropped_axis)
@@ -212,30 +221,27 @@ class Grid:
         return sorted(found)
 
     def _axis_geometry(self, axis: int, index: int) -> AxisGeometry:
-        return axis_geometry(self._steps[axis], self.wanted(axis, index))
+        return walk(self._steps[axis], self.wanted(axis, index))
 
     def _find_cropped_axis(self, axis: int, cut: Span) -> AxisGeometry:
-        return axis_geometry(self._steps[axis], self._shares(axis, cut))
+        return walk(self._steps[axis], self._shares(axis, cut))
 
 
-def axis_geometry(steps: list[Step], wanted: dict[int, Span]) -> AxisGeometry:
+def walk(steps: Mapping[int, Step], wanted: dict[int, Span]) -> AxisGeometry:
     """Walk the fields backwards (in reverse topological order), widening each to what its readers need."""
     spans = {target: span for target, span in wanted.items() if not span.empty}
-    operand_spans: dict[int, tuple[Span | None, ...]] = {}
-    for node_id, operands, answers in steps:
+    for node_id, operands, needs in steps.values():
         out = spans.get(node_id)
         if out is None:
             continue
-        operand_spans[node_id] = needs = answers.known.get(out) or answers.ask(out)
-        for operand, need in zip(operands, needs, strict=True):
+        for operand, need in zip(operands, repeat(out) if needs.are_alike else needs.of(out)):  # noqa: B905
             if need is not None:
-                known = spans.get(operand)
-                # Most operands have one reader, and most readers of one field want the same of it.
-                if known is None:
-                    spans[operand] = need
-                elif known != need:  # neither is empty
-                    spans[operand] = Span(min(known[0], need[0]), max(known[1], need[1]))
-    return AxisGeometry(spans, operand_spans, wanted)
+                known = spans.setdefault(operand, need)  # neither is empty
+                if known is not need and (need[0] < known[0] or need[1] > known[1]):
+                    # Most readers of one field want it around the same place, and one of them most of it.
+                    within = need[0] <= known[0] and need[1] >= known[1]
+                    spans[operand] = need if within else Span(min(known[0], need[0]), max(known[1], need[1]))
+    return AxisGeometry(spans, wanted, steps)
 
 
 def reference(graph: Graph, segment: Segment) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping
 from math import ceil
 
@@ -15,10 +16,14 @@ from gigagrad.stores import Tier
 def lifetimes(graph: Graph, segments: tuple[Segment, ...], passes: tuple[Tiles, ...]) -> dict[Key, range]:
     """Return in which passes, by index, every kept field and every field of cotangents is in memory."""
     producers = {field: segment for segment in segments for field in segment.kept}
+    reading, of_segment = defaultdict[int, list[int]](list), defaultdict[int, list[int]](list)
+    for index, step in enumerate(passes):
+        of_segment[step.segment].append(index)
+        for field in segments[step.segment].reads:
+            reading[field].append(index)
     found: dict[Key, range] = {}
     for field, producer in producers.items():
-        own = [index for index, p in enumerate(passes) if p.segment == producer.index]
-        read = [index for index, p in enumerate(passes) if field in segments[p.segment].reads]
+        own, read = of_segment[producer.index], reading[field]
         found[field, False] = range(own[0], max([*own, *read]) + 1)
         end = next((index for index in own if passes[index].phase != "forward"), None)
         if graph[field].differentiable and end is not None:
@@ -27,7 +32,7 @@ def lifetimes(graph: Graph, segments: tuple[Segment, ...], passes: tuple[Tiles, 
             found[field, True] = range(start, end + 1)
     for node in graph.nodes:
         if node.is_field and is_read(graph, node.id) and node.differentiable:
-            read = [i for i, p in enumerate(passes) if node.id in segments[p.segment].reads and p.phase != "forward"]
+            read = [i for i in reading[node.id] if passes[i].phase != "forward"]
             if read:
                 # The image's own gradient stays until the end.
                 found[node.id, True] = range(min(read), max(read) + 1 if node.op == SCATTER else len(passes))

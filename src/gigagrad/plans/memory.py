@@ -31,7 +31,7 @@ class _Lives:
 
     fields: tuple[int, ...]
     """The crops that there are."""
-    working: tuple[int, ...]
+    working: tuple[Call, ...]
     """The operators that take a workspace."""
     entries: NDArray[np.intp]
     factors: NDArray[np.int64]
@@ -44,6 +44,8 @@ class _Lives:
 
 _LIVES: WeakKeyDictionary[Graph, dict[tuple[object, ...], _Lives]] = WeakKeyDictionary()
 """Lives of crops by graph and the operators that run: asked for with every tile shape."""
+_SAVED: WeakKeyDictionary[Graph, list[set[int]]] = WeakKeyDictionary()
+"""Crops that autograd keeps by graph and operator."""
 
 
 _NOTHING = Span(0, 0)
@@ -75,11 +77,10 @@ def tile_bytes(
     run = tuple([i for i in segment.fields if size[i]])
     lives = _lives(graph, segment, run, backward=backward)
     crops = [size[i] for i in lives.fields]
-    workspaces = [workspace_bytes(graph, tile, i) for i in lives.working]
+    workspaces = [workspace_bytes(call, tile) for call in lives.working]
     if rounds:  # beside the values, packed ones and what comes back of them
-        workspaces = [
-            max(nbytes, 2 * size[i] * (i in segment.kept)) for nbytes, i in zip(workspaces, lives.working, strict=True)
-        ]
+        kept = [size[call.node.id] * (call.node.id in segment.kept) for call in lives.working]
+        workspaces = [max(nbytes, 2 * own) for nbytes, own in zip(workspaces, kept, strict=True)]
     nbytes = np.array([*crops, *workspaces], np.int64)
     held = np.cumsum(nbytes[lives.entries] * lives.factors)
     peak = int(held.max(initial=0))
@@ -244,7 +245,7 @@ def _kernels(calls: list[Call], axis: int, tile: AxisGeometry) -> list[tuple[int
     none.
     """
     return [
-        lookup(call.node.op).compiled_for(call, axis, tile.spans[i], tile.operand_spans[i]) if i in tile.spans else ()
+        lookup(call.node.op).compiled_for(call, axis, tile.spans[i], tile.needs(i)) if i in tile.spans else ()
         for call in calls
         for i in (call.node.id,)
     ]
@@ -280,7 +281,7 @@ def _lives(graph: Graph, segment: Segment, run: tuple[int, ...], *, backward: bo
 def _simulated(graph: Graph, segment: Segment, run: tuple[int, ...], *, backward: bool) -> _Lives:
     """Simulate one tile: what is allocated, before what is released at the same moment."""
     nodes, reads, fields = graph.nodes, graph.reads, (*segment.reads, *run)
-    working = tuple(i for i in run if lookup(nodes[i].op).takes_workspace or i in segment.kept)
+    working = [i for i in run if lookup(nodes[i].op).takes_workspace or i in segment.kept]
     crop = {i: place for place, i in enumerate(fields)}
     workspace = {i: [(len(fields) + place, 1)] for place, i in enumerate(working)}
     events = [(crop[i], 1) for i in segment.reads]
@@ -325,28 +326,35 @@ def _simulated(graph: Graph, segment: Segment, run: tuple[int, ...], *, backward
                 events.append((crop[node_id], -1))
             events += [(crop[i], -1) for i in released.get(node_id, ()) if i not in segment.reads]
     entries, factors = np.array(events, np.int64).reshape(-1, 2).T
-    return _Lives(fields, working, entries, factors, forward, let_go)
+    calls = tuple(Call(nodes[i], graph.operands(nodes[i])) for i in working)
+    return _Lives(fields, calls, entries, factors, forward, let_go)
 
 
-def _savers(graph: Graph, node_id: int) -> set[int]:
-    """Return the crops that autograd keeps for the backward of one operator."""
-    node = graph[node_id]
-    return lookup(node.op).saves(Call(node, graph.operands(node))) if node.differentiable else set()
+def _saved(graph: Graph) -> list[set[int]]:
+    """Return, by operator, the crops that autograd keeps for its backward."""
+    nodes = graph.nodes
+    return [
+        lookup(node.op).saves(Call(node, graph.operands(node))) if node.is_field and node.differentiable else set()
+        for node in nodes
+    ]
 
 
 def _released(graph: Graph, run: tuple[int, ...]) -> dict[int, list[int]]:
     """Return, by operator, the crops that autograd keeps until its backward: of those that keep a crop it ran first."""
-    first = {crop: node_id for node_id in reversed(run) for crop in _savers(graph, node_id)}
+    saved = _SAVED.setdefault(graph, [])
+    if not saved:
+        saved += _saved(graph)
+    first = {crop: node_id for node_id in reversed(run) for crop in saved[node_id]}
     released: dict[int, list[int]] = {}
     for crop, node_id in first.items():
         released.setdefault(node_id, []).append(crop)
     return released
 
 
-def workspace_bytes(graph: Graph, tile: TileGeometry, node_id: int) -> int:
+def workspace_bytes(call: Call, tile: TileGeometry) -> int:
     """Return the bytes that an operator takes for itself on a tile while it runs, forward or backward."""
-    node, rule = graph[node_id], lookup(graph[node_id].op)
+    rule = lookup(call.node.op)
     if not rule.takes_workspace:
         return 0
-    out, operands = tile.site(node_id)
-    return rule.workspace_bytes(Call(node, graph.operands(node)), out[0].length * out[1].length, operands)
+    out, operands = tile.site(call.node.id)
+    return rule.workspace_bytes(call, out[0].length * out[1].length, operands)

@@ -80,7 +80,7 @@ SAVED: Final = "activations saved for the backward pass"
 
 
 def total(amounts: Iterable[Amount]) -> int:
-    return sum(amount.size_bytes for amount in amounts)
+    return sum([amount.size_bytes for amount in amounts])
 
 
 def amount_of(amounts: Iterable[Amount], *names: str) -> int:

@@ -54,7 +54,7 @@ def levels(graph: Graph, kept: Iterable[int] = ()) -> list[int]:
     level = [0] * len(graph.nodes)
     for node in graph.nodes:
         waits = node.is_reduction or node.op == GATHER
-        level[node.id] = max((level[i] + (waits or i in stored) for i in node.operands), default=0)
+        level[node.id] = max([level[i] + (waits or i in stored) for i in node.operands], default=0)
     return level
 
 
@@ -122,25 +122,22 @@ def moved_fields(graph: Graph, segment: Segment, *, backward: bool) -> tuple[lis
 
 def is_read(graph: Graph, node_id: int) -> bool:
     """Say whether a field is there without being computed: an image, or a global value laid out like one."""
-    return graph[node_id].is_source or graph[node_id].op == SCATTER
+    node = graph.nodes[node_id]
+    return node.is_source or node.op == SCATTER
 
 
 def _fields_behind(graph: Graph, roots: list[int], stored: set[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return the fields to compute for the roots, and the fields to read for that."""
-    computed: set[int] = set()
     reads = {root for root in roots if is_read(graph, root)}
-    stack = [root for root in roots if root not in reads]
+    computed = set(roots) - reads
+    stack = list(computed)
     while stack:
-        node_id = stack.pop()
-        if node_id in computed:
-            continue
-        computed.add(node_id)
-        for i in graph[node_id].operands:
-            if graph[i].is_field:
-                if is_read(graph, i) or i in stored:
-                    reads.add(i)
-                else:
-                    stack.append(i)
+        for i in graph.reads[stack.pop()]:
+            if i in stored or is_read(graph, i):
+                reads.add(i)
+            elif i not in computed:
+                computed.add(i)
+                stack.append(i)
     return tuple(sorted(computed)), tuple(sorted(reads))
 
 

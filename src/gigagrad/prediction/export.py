@@ -36,7 +36,8 @@ from gigagrad.models import MultiStainNet, Normalise, load_model
 from gigagrad.models.bag_names import is_bag_name
 from gigagrad.models.exported import KIND, ExportedNetwork, Geometry
 from gigagrad.models.saved import CONFIG, ONNX
-from gigagrad.plans.geometry import axis_geometry, remembered_steps
+from gigagrad.plans.geometry import Steps, walk
+from gigagrad.plans.segments import is_read
 
 PT2: Final = "model.pt2"
 _SIDE: Final = 1 << 17
@@ -155,17 +156,18 @@ def _geometry(graph: Graph) -> Geometry:
     """Read strides and margins off a graph of a large image, in its middle."""
     image = graph.source("image")
     assert image is not None  # capture refuses others
-    steps, strides, margins = remembered_steps(graph), [], []
+    steps, strides, margins = Steps(graph), [], []
+    fields = [node.id for node in reversed(graph.nodes) if node.is_field and not is_read(graph, node.id)]
     for axis in (0, 1):
         stride = 1
         for node in graph.nodes:
             if node.is_field:
                 stride = lcm(stride, max(1, round(_SIDE / node.size(axis))))
-        computed = [steps[axis][node.id] for node in reversed(graph.nodes) if node.id in steps[axis]]
+        computed = {i: steps.of(axis, i) for i in fields}
         start = _SIDE // 2 // stride * stride
         before = behind = 0
         for place in range(start, start + stride):
-            read = axis_geometry(computed, {graph.output: Span(place, place + 1)}).spans.get(image.id)
+            read = walk(computed, {graph.output: Span(place, place + 1)}).spans.get(image.id)
             if read is not None:
                 before, behind = max(before, place - read.start), max(behind, read.stop - place - 1)
         strides.append(stride)

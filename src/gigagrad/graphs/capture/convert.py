@@ -48,9 +48,10 @@ def convert(
     merging: bool,
     has_loss: bool,
     whole_pixels: int,
+    results: dict[Any, Any],
 ) -> Graph:
-    """Lower a program, with fields of at most so many pixels as whole tensors."""
-    builder = Builder(closed, merging=merging)
+    """Lower a program, with fields of at most so many pixels as whole tensors; `results`: see `Builder`."""
+    builder = Builder(closed, merging=merging, results=results)
     values: dict[str, Any] = {}
     inputs, floats = iter(named), any(spec.read_dtype != spec.dtype for _, _, spec in named)
     specs = {spec.arg.name: spec for spec in program.graph_signature.input_specs}

@@ -150,14 +150,15 @@ class Traced:
         """Make the graph for inputs of these shapes, with the numbers of a record if there is one."""
         given = ("image", images), ("target", targets)
         named = [(op, f"{op}{index or ''}", spec) for op, specs in given for index, spec in enumerate(specs)]
-        merging, whole = self.dry_run.writes.runs_again, MappingProxyType(costs)
+        merging, whole, results = self.dry_run.writes.runs_again, MappingProxyType(costs), dict[Any, Any]()
 
         @lru_cache(maxsize=_LOWERED)
         def lowered(whole_pixels: int) -> Graph:
             with _CAPTURING:
                 if record is not None:
                     write(self.program, record)
-                made = convert(self.program, self.stored, named, self.closed, merging, self.has_loss, whole_pixels)
+                asked = merging, self.has_loss, whole_pixels, results
+                made = convert(self.program, self.stored, named, self.closed, *asked)
             return dataclasses.replace(made, whole=whole)
 
         return dataclasses.replace(lowered(0), coarse_whole=lowered)

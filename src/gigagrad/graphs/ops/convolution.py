@@ -19,13 +19,12 @@ from gigagrad.allowances import LANES
 from gigagrad.boxes import Span
 from gigagrad.graphs.crops import bound_pad
 from gigagrad.graphs.graph import IMAGE_AXES, Axes
-from gigagrad.graphs.op_rules import Bound, Call, NotTileable, Site, Whole, aten, per_operand, register, require_nchw
+from gigagrad.graphs.op_rules import Bound, Call, NotTileable, Site, Whole, aten, register, require_nchw
 from gigagrad.graphs.ops import few_channels
 from gigagrad.graphs.ops.windows import (
     GROUPED,
     WindowRule,
     filled,
-    inside_or_nearest,
     padded_groups_bytes,
     pair,
     reordered_bytes,
@@ -148,12 +147,17 @@ class Convolution(WindowRule):
             raise NotTileable("padding='same' with a stride")
         return require_nchw(call)
 
-    def needs(self, call: Call, axis: int, out: Span) -> tuple[Span | None, ...]:
-        """Return the window's span, along x a multiple of the pixels that are one, as far as there are so many."""
-        wanted = self.window(call, axis).reads(out)
-        if axis == 1 and _outputs_as_one(call):
-            wanted = Span(wanted.start, wanted.start + self._columns(call, out))
-        return per_operand(call, lambda field: inside_or_nearest(wanted, field.size(axis)))
+    def reading(self, call: Call, axis: int) -> Callable[[Span], Span]:
+        """Read the window's span, along x a multiple of the pixels that are one, as far as there are so many."""
+        reads = super().reading(call, axis)
+        if axis == 0 or not _outputs_as_one(call):
+            return reads
+
+        def whole_groups(out: Span) -> Span:
+            start = reads(out).start
+            return Span(start, start + self._columns(call, out))
+
+        return whole_groups
 
     def _columns(self, call: Call, out: Span) -> int:
         """Count the columns that `out` is computed from; whole groups of outputs and of pixels where these are one."""

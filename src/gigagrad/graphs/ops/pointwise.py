@@ -55,6 +55,9 @@ class Broadcasting(Pointwise):
         size = call.node.size(axis)
         return per_operand(call, lambda operand: out if operand.size(axis) == size else Span(0, 1))
 
+    def needs_alike(self, call: Call, axis: int) -> bool:
+        return all(operand.size(axis) == call.node.size(axis) for operand in call.fields)
+
     def bind(self, call: Call, site: Site) -> Bound:
         run = plain(call)
         varying = [any(self._varies(call, operand, axis) for axis in (0, 1)) for operand in call.operands]

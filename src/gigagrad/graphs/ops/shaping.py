@@ -69,6 +69,9 @@ class Concatenation(Moving):
             offset += size
         return tuple(spans)
 
+    def needs_alike(self, call: Call, axis: int) -> bool:
+        return _spatial_dim(call) != axis
+
     def bind(self, call: Call, site: Site) -> Bound:
         dtype, dim = call.node.dtype, call["dim"]
 
@@ -102,6 +105,9 @@ class Slicing(Moving):
         start, _, step = slice(call["start"], None, call["step"]).indices(call.operands[0].size(axis))
         first = start + out.start * step
         return (Span(first, first + (out.length - 1) * step + 1),)
+
+    def needs_alike(self, call: Call, axis: int) -> bool:
+        return _spatial_dim(call) != axis
 
     def bind(self, call: Call, site: Site) -> Bound:
         if _spatial_dim(call) is None:

@@ -8,7 +8,7 @@ run about twice as fast as the direct kernel, whose vectors are mostly padding t
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -19,14 +19,13 @@ import torch.nn.functional as F
 from gigagrad.boxes import Span
 from gigagrad.graphs.crops import bound_pad, crop_view
 from gigagrad.graphs.graph import IMAGE_AXES
-from gigagrad.graphs.op_rules import Bound, Call, Site, aten, per_operand, register
+from gigagrad.graphs.op_rules import Bound, Call, Site, aten, register
 from gigagrad.graphs.ops import few_channels
 from gigagrad.graphs.ops.windows import (
     GROUPED,
     Window,
     WindowRule,
     filled,
-    inside_or_nearest,
     pair,
     reordered_bytes,
     trim,
@@ -67,9 +66,8 @@ class TransposedConvolution(WindowRule):
 
     compiled = True
 
-    def needs(self, call: Call, axis: int, out: Span) -> tuple[Span | None, ...]:
-        window = self.window(call, axis)
-        return per_operand(call, lambda field: inside_or_nearest(window.writers(out), field.size(axis)))
+    def reading(self, call: Call, axis: int) -> Callable[[Span], Span]:
+        return self.window(call, axis).writers
 
     def flops(self, call: Call) -> float:
         """Count channels as the vectors that they fill, but where they are columns of one product."""

@@ -26,7 +26,6 @@ from gigagrad.graphs.op_rules import (
     OpRule,
     Site,
     aten,
-    per_operand,
     register,
     require_nchw,
     scaled_gains,
@@ -67,6 +66,8 @@ def inside_or_nearest(span: Span, size: int) -> Span:
 
     An output that sees only padding, or that no input reaches, still needs one pixel: the operator's shape stays legal.
     """
+    if 0 <= span[0] < span[1] <= size:
+        return span
     inside = span.clamp(size)
     if not inside.empty:
         return inside
@@ -118,8 +119,15 @@ class WindowRule(OpRule):
         return Window(kernel, pair(given["stride"] or kernel)[axis], pair(padding)[axis], dilation)
 
     def needs(self, call: Call, axis: int, out: Span) -> tuple[Span | None, ...]:
-        window = self.window(call, axis)
-        return per_operand(call, lambda field: inside_or_nearest(window.reads(out), field.size(axis)))
+        return self.needing(call, axis)(out)
+
+    def needing(self, call: Call, axis: int) -> Callable[[Span], tuple[Span | None, ...]]:
+        reads, size, others = self.reading(call, axis), call.operands[0].size(axis), (None,) * (len(call.operands) - 1)
+        return lambda out: (inside_or_nearest(reads(out), size), *others)
+
+    def reading(self, call: Call, axis: int) -> Callable[[Span], Span]:
+        """Make the function that returns what an output span reads, before the border cuts it."""
+        return self.window(call, axis).reads
 
     def missing(self, call: Call, site: Site) -> Frame:
         """Count the pixels that the border cut off, along y and x."""
