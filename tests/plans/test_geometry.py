@@ -81,7 +81,7 @@ def walked(graph, segment, axis, wanted):
 @given(sides, st.data())
 def test_fields_have_the_spans_that_their_readers_need(unet, gate, mixed, tile, data):
     for graph in (unet, gate, mixed):
-        steps = Steps(graph)
+        steps = Steps.of(graph)
         for segment in split_segments(graph):
             alone, remembering = Grid(graph, segment, tile), Grid(graph, segment, tile, steps)
             for axis in (0, 1):
@@ -195,8 +195,8 @@ def test_spans_that_are_remembered_are_told_apart_by_shapes_and_dtypes(graph_of)
             return self.small(x) + self.short(x.bfloat16()).float(), self.large(x)
 
     graph = graph_of(Net(), None, (40, 41))
-    steps, out = Steps(graph), Span(11, 20)
+    steps, out = Steps.of(graph), Span(11, 20)
     for node in (node for node in graph.nodes if node.op.startswith("aten.conv2d")):
         for axis in (0, 1):
-            call, (_, _, needs) = Call(node, graph.operands(node)), steps.of(axis, node.id)
+            call, (_, _, needs) = Call(node, graph.operands(node)), steps[axis][node.id]
             assert needs.of(out) == lookup(node.op).needs(call, axis, out)

@@ -124,7 +124,7 @@ class Costs:
         self._usual: dict[tuple[object, ...], tuple[float, float]] = {}
         self._known: dict[tuple[object, ...], TileCost] = {}
         self._shapes: dict[tuple[object, ...], list[tuple[int, int]]] = {}
-        self._steps = Steps(graph)
+        self._steps = Steps.of(graph)
         self._flops: dict[int, float] = {}
         self._rates: dict[int, _Rates] = {}
 

@@ -72,6 +72,8 @@ IMAGES: Final = "images and labels"
 FRAGMENTATION: Final = "freed blocks of tiles"
 RESULTS: Final = "results of the recorded step"
 RECORDED_FRAGMENTATION: Final = "freed blocks of the recorded step"
+_OF_SEGMENTS: Final = FIELDS, COTANGENTS, OVERLAPS, SUMS, WAITING, OUTPUT, TILES, FRAGMENTATION
+"""Amounts of a segment, in the order in which they are counted."""
 
 
 def problem_of(plan: Plan, problem: Problem) -> Problem:
@@ -157,8 +159,7 @@ class SegmentTiles:
     costs: list[TileCost] = field(default_factory=list)
     exact: set[tuple[int, int]] = field(default_factory=set)
     """The shapes that were costed exactly."""
-    _counted: dict[TileCost, tuple[Amount, ...]] = field(default_factory=dict)
-    _totals: dict[TileCost, int] = field(default_factory=dict)
+    _counted: dict[TileCost, tuple[int, ...]] = field(default_factory=dict)
     _known: dict[TileCost, TileChoice] = field(default_factory=dict)
 
     def neighbours(self, shape: tuple[int, int]) -> list[tuple[int, int]]:
@@ -187,9 +188,7 @@ class SegmentTiles:
         return min((cost for cost in costs if self.seconds(cost) <= good_enough), key=self.total)
 
     def total(self, cost: TileCost) -> int:
-        if cost not in self._totals:
-            self._totals[cost] = total(self.amounts(cost))
-        return self._totals[cost]
+        return sum(self._bytes_of(cost))
 
     def describe(self, cost: TileCost) -> SegmentPlan:
         segment, graph = self.segment, self.problem.graph
@@ -215,8 +214,8 @@ class SegmentTiles:
     def read_by(self, readers: int) -> None:
         """Count so many readers and their crops from now on."""
         self.readers = self.most_readers = readers
-        for known in (self._counted, self._totals, self._known):
-            known.clear()
+        self._counted.clear()
+        self._known.clear()
 
     def useful_readers(self, cost: TileCost) -> int:
         """Return the number of threads that these tiles can feed."""
@@ -312,12 +311,16 @@ class SegmentTiles:
         return found
 
     def amounts(self, cost: TileCost) -> tuple[Amount, ...]:
-        """Return the amounts for a tile shape, counted once: they are asked for often while tiles are chosen."""
+        """Return the amounts for a tile shape."""
+        return tuple(map(Amount, _OF_SEGMENTS, self._bytes_of(cost)))
+
+    def _bytes_of(self, cost: TileCost) -> tuple[int, ...]:
+        """Return their bytes, counted once: they are asked for often while tiles are chosen."""
         if cost not in self._counted:
             self._counted[cost] = self._count(cost)
         return self._counted[cost]
 
-    def _count(self, cost: TileCost) -> tuple[Amount, ...]:
+    def _count(self, cost: TileCost) -> tuple[int, ...]:
         tiles = self.workers * cost.tile_peak_bytes
         fragmentation = int(ALLOCATOR_FRAGMENTATION * tiles) + self._further_fragmentation(cost)
         copies, sums = self._working_bytes
@@ -325,16 +328,9 @@ class SegmentTiles:
         sums *= 1 + waiting_sums(self.chunks, cost.tile_count) + (min(self.chunks, self.problem.ranks) > 2)
         # The only tile is gone when what it gave is added to sums that did not exist before.
         apart = min(tiles + fragmentation, sums) if cost.tile_count == 1 else 0
-        return (
-            Amount(FIELDS, self.held[0]),
-            Amount(COTANGENTS, self.held[1]),
-            Amount(OVERLAPS, self._overlap_bytes(cost)),
-            Amount(SUMS, copies + sums - apart),
-            Amount(WAITING, self._waiting_bytes(cost)),
-            Amount(OUTPUT, self._output_bytes(cost)),
-            Amount(TILES, tiles),
-            Amount(FRAGMENTATION, fragmentation),
-        )
+        waiting, output = self._waiting_bytes(cost), self._output_bytes(cost)
+        overlaps, sums = self._overlap_bytes(cost), copies + sums - apart
+        return *self.held, overlaps, sums, waiting, output, tiles, fragmentation
 
     @cached_property
     def chunks(self) -> int:

@@ -7,7 +7,7 @@ wants of its targets, the spans of all other fields follow backwards through the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import repeat
@@ -101,32 +101,32 @@ Step = tuple[int, tuple[int, ...], Needs]
 where all of those are needed alike."""
 
 
-class Steps:
-    """The steps of a graph's fields. They remember the spans that they lead to while segments and their tiles are
-    compared: most of them are asked for the same spans again, and operators that differ in what they read alone need
-    the same. These are so few that they take some megabytes for a graph.
+class Steps(dict[int, Step]):
+    """The steps of a graph's fields along one axis, by node, made when they are asked for. They remember the spans that
+    they lead to while segments and their tiles are compared: most of them are asked for the same spans again, and
+    operators that differ in what they read alone need the same. These are so few that they take some megabytes for a
+    graph.
     """
 
-    def __init__(self, graph: Graph) -> None:
-        self._graph = graph
+    def __init__(self, graph: Graph, axis: int) -> None:
+        self._graph, self._axis = graph, axis
         self._answers: dict[tuple[object, ...], Needs] = {}
-        self._known: tuple[dict[int, Step], ...] = ({}, {})
 
-    def of(self, axis: int, node_id: int) -> Step:
-        """Return the step of a field that is computed along an axis."""
-        found = self._known[axis].get(node_id)
-        if found is None:
-            found = self._known[axis][node_id] = self._step(axis, self._graph[node_id])
-        return found
+    @classmethod
+    def of(cls, graph: Graph) -> tuple[Steps, Steps]:
+        """Return those along y and along x."""
+        return cls(graph, 0), cls(graph, 1)
 
-    def _step(self, axis: int, node: Node) -> Step:
+    def __missing__(self, node_id: int) -> Step:
+        node = self._graph[node_id]
         call = Call(node, self._graph.operands(node))
         form = tuple((one.shape, one.axes, one.patches, one.dtype) for one in (node, *call.operands))
-        kind = (node.op, axis, form, repr([fill(value, repeat(None)) for value in node.arguments.values()]))
+        kind = node.op, form, repr([fill(value, repeat(None)) for value in node.arguments.values()])
         if kind not in self._answers:
-            self._answers[kind] = Needs(call, axis)
+            self._answers[kind] = Needs(call, self._axis)
         needs = self._answers[kind]
-        return node.id, self._graph.reads[node.id] if needs.are_alike else node.operands, needs
+        found = self[node_id] = node_id, self._graph.reads[node_id] if needs.are_alike else node.operands, needs
+        return found
 
 
 class Grid:
@@ -134,14 +134,13 @@ class Grid:
     `steps`: those of its graph, where others have asked them before.
     """
 
-    def __init__(self, graph: Graph, segment: Segment, tile: tuple[int, int], steps: Steps | None = None) -> None:
+    def __init__(self, graph: Graph, segment: Segment, tile: tuple[int, int], steps: Sequence[Steps] = ()) -> None:
         self.graph = graph
         self.segment = segment
         self.tile = tile
         self.targets = segment.targets(graph)
         self.reference = reference(graph, segment)
-        steps = steps or Steps(graph)
-        self._steps = [{i: steps.of(axis, i) for i in reversed(segment.fields)} for axis in (0, 1)]
+        self._steps = [{i: along[i] for i in reversed(segment.fields)} for along in steps or Steps.of(graph)]
         self.axes = tuple(split(graph[self.reference].size(axis), tile[axis]) for axis in (0, 1))
         self.axis_geometry = lru_cache(maxsize=512)(self._axis_geometry)
         self._cropped_axis = lru_cache(maxsize=512)(self._find_cropped_axis)
@@ -235,12 +234,13 @@ def walk(steps: Mapping[int, Step], wanted: dict[int, Span]) -> AxisGeometry:
         if out is None:
             continue
         for operand, need in zip(operands, repeat(out) if needs.are_alike else needs.of(out)):  # noqa: B905
-            if need is not None:
-                known = spans.setdefault(operand, need)  # neither is empty
-                if known is not need and (need[0] < known[0] or need[1] > known[1]):
-                    # Most readers of one field want it around the same place, and one of them most of it.
-                    within = need[0] <= known[0] and need[1] >= known[1]
-                    spans[operand] = need if within else Span(min(known[0], need[0]), max(known[1], need[1]))
+            if need is None:
+                continue
+            known = spans.setdefault(operand, need)  # neither is empty
+            if known is not need and (need[0] < known[0] or need[1] > known[1]):
+                # Most readers of one field want it around the same place, and one of them most of it.
+                within = need[0] <= known[0] and need[1] >= known[1]
+                spans[operand] = need if within else Span(min(known[0], need[0]), max(known[1], need[1]))
     return AxisGeometry(spans, wanted, steps)
 
 

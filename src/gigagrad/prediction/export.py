@@ -156,14 +156,14 @@ def _geometry(graph: Graph) -> Geometry:
     """Read strides and margins off a graph of a large image, in its middle."""
     image = graph.source("image")
     assert image is not None  # capture refuses others
-    steps, strides, margins = Steps(graph), [], []
+    steps, strides, margins = Steps.of(graph), [], []
     fields = [node.id for node in reversed(graph.nodes) if node.is_field and not is_read(graph, node.id)]
     for axis in (0, 1):
         stride = 1
         for node in graph.nodes:
             if node.is_field:
                 stride = lcm(stride, max(1, round(_SIDE / node.size(axis))))
-        computed = {i: steps.of(axis, i) for i in fields}
+        computed = {i: steps[axis][i] for i in fields}
         start = _SIDE // 2 // stride * stride
         before = behind = 0
         for place in range(start, start + stride):
