@@ -315,16 +315,16 @@ def test_boxes_outside_their_field_are_found(normed, sound, monkeypatch):
     from gigagrad.boxes import Span
     from gigagrad.plans import geometry
 
-    walk, image = geometry.walk, normed.source("image").id
+    whole, image = geometry.axis_geometry, normed.source("image").id
 
     def beyond(*arguments):
-        found = walk(*arguments)
+        found = whole(*arguments)
         if image in found.spans:
             span = found.spans[image]
             found.spans[image] = Span(span.start - 1, span.stop)
         return found
 
-    monkeypatch.setattr(geometry, "walk", beyond)
+    monkeypatch.setattr(geometry, "axis_geometry", beyond)
     assert rules(normed, sound) == {"boxes"}
 
 

@@ -220,13 +220,13 @@ class Grid:
         return sorted(found)
 
     def _axis_geometry(self, axis: int, index: int) -> AxisGeometry:
-        return walk(self._steps[axis], self.wanted(axis, index))
+        return axis_geometry(self._steps[axis], self.wanted(axis, index))
 
     def _find_cropped_axis(self, axis: int, cut: Span) -> AxisGeometry:
-        return walk(self._steps[axis], self._shares(axis, cut))
+        return axis_geometry(self._steps[axis], self._shares(axis, cut))
 
 
-def walk(steps: Mapping[int, Step], wanted: dict[int, Span]) -> AxisGeometry:
+def axis_geometry(steps: Mapping[int, Step], wanted: dict[int, Span]) -> AxisGeometry:
     """Walk the fields backwards (in reverse topological order), widening each to what its readers need."""
     spans = {target: span for target, span in wanted.items() if not span.empty}
     for node_id, operands, needs in steps.values():

@@ -36,7 +36,7 @@ from gigagrad.models import MultiStainNet, Normalise, load_model
 from gigagrad.models.bag_names import is_bag_name
 from gigagrad.models.exported import KIND, ExportedNetwork, Geometry
 from gigagrad.models.saved import CONFIG, ONNX
-from gigagrad.plans.geometry import Steps, walk
+from gigagrad.plans.geometry import Steps, axis_geometry
 from gigagrad.plans.segments import is_read
 
 PT2: Final = "model.pt2"
@@ -167,7 +167,7 @@ def _geometry(graph: Graph) -> Geometry:
         start = _SIDE // 2 // stride * stride
         before = behind = 0
         for place in range(start, start + stride):
-            read = walk(computed, {graph.output: Span(place, place + 1)}).spans.get(image.id)
+            read = axis_geometry(computed, {graph.output: Span(place, place + 1)}).spans.get(image.id)
             if read is not None:
                 before, behind = max(before, place - read.start), max(behind, read.stop - place - 1)
         strides.append(stride)
