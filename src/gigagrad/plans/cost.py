@@ -214,10 +214,11 @@ class Costs:
         given *= _REORDERED if rule.compiled else 1
         works = rule.work_of(call), rule.weight_work_of(call)
         flops, weight_flops = (self._flops_of(node) if work is not Work.UNFOLDED else _unfolded(call) for work in works)
+        made = max(1, node.nbytes)  # a slice may be empty
         found = _Rates(
-            flops_per_byte=flops / node.nbytes,
+            flops_per_byte=flops / made,
             work=works[0],
-            weight_flops_per_byte=weight_flops / node.nbytes,
+            weight_flops_per_byte=weight_flops / made,
             weight_work=works[1],
             given_seconds=given / self._machine.memory_bytes_per_second,
             gradient=rule.gradient_forwards,
