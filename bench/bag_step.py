@@ -5,9 +5,10 @@
 
 For each number of patches one step in float32 in a process of its own, of bytes that are made when they are read: the
 peak of the whole process, beside what was predicted and what plain autograd holds at one patch. Then, on so many
-patches as plain autograd can hold (`--plain`), rounds in turn: the encoder alone by plain autograd, forward and
-backward in batches of each of `--chunks`, of which the fastest counts; the engine inside the budget, where nothing is
-saved and all is computed again; and the engine without a budget, which saves all. Prints one JSON line last.
+patches as plain autograd can hold (`--plain`), step after step in processes of their own, in turns: the encoder alone
+by plain autograd, forward and backward in batches of each of `--chunks`, of which the fastest counts; the engine inside
+the budget, where nothing is saved and all is computed again; and the engine without a budget, which saves all. Prints
+one JSON line last.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import json
 import sys
 import time
 import warnings
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +35,7 @@ from gigagrad.images.bag import Bag
 from gigagrad.models import resolve
 
 MODEL = "mil:encoder=timm:vit_tiny_patch16_224&encoder.img_size=64&head=abmil&classes=2"
+_TURNS = 2
 DRAWN = 97
 """Patches that are drawn; others are these again."""
 
@@ -71,36 +74,50 @@ def step(args: argparse.Namespace, count: int) -> dict[str, Any]:
     }
 
 
-def rounds(args: argparse.Namespace) -> dict[str, Any]:
-    """Times the encoder by plain autograd and the engine with and without memory, in turns."""
+def timed_by_itself(args: argparse.Namespace) -> dict[str, float]:
+    """Best seconds of some steps in a row of one way: plain autograd in batches of each size, or the engine."""
     torch.manual_seed(0)
     model, label = resolve(args.model), torch.tensor([1])
     bag = torch.from_numpy(np.array(Drawn(args.plain, args.side).read(0, args.plain)))
     encoder = torch.nn.Sequential(model.get_submodule("preprocess"), model.get_submodule("network.encoder"))
-    lean, ample = gg.compile(model, F.cross_entropy, memory=args.memory), gg.compile(model, F.cross_entropy)
-    lean.in_tiles = True
+    engine = gg.compile(model, F.cross_entropy, memory=args.memory if args.run == "computed again" else None)
+    engine.in_tiles = args.run == "computed again"
 
     def plain(chunk: int) -> None:
         for part in bag.split(chunk):
             encoder(part).sum().backward()
 
-    ways: dict[str, Any] = {f"plain, {chunk} at a time": lambda chunk=chunk: plain(chunk) for chunk in args.chunks}
-    ways |= {"computed again": lambda: lean.backward(bag, label), "saved": lambda: ample.backward(bag, label)}
-    seconds: dict[str, list[float]] = {name: [] for name in ways}
-    for _ in range(args.rounds + 1):
-        for name, run in ways.items():
+    ways: dict[str, Any] = {args.run: lambda: engine.backward(bag, label)}
+    if args.run == "plain":
+        ways = {f"plain, {chunk} at a time": partial(plain, chunk) for chunk in args.chunks}
+    found = {}
+    for name, run in ways.items():
+        seconds = []
+        for _ in range(args.rounds + 1):
             start = time.perf_counter()
             run()
-            seconds[name].append(time.perf_counter() - start)
+            seconds.append(time.perf_counter() - start)
             model.zero_grad()
-    best = {name: min(found[1:]) for name, found in seconds.items()}
+        found[name] = min(seconds[1:])
+    return found
+
+
+def compared(args: argparse.Namespace) -> dict[str, Any]:
+    """Times the encoder by plain autograd and the engine with and without memory: each in processes of its own, as they
+    would find what others leave of the heap, and in turns.
+    """
+    found: dict[str, list[float]] = {}
+    for _ in range(_TURNS):
+        for way in ("plain", "computed again", "saved"):
+            for name, seconds in child(__file__, [*sys.argv[1:], "--run", way]).items():
+                found.setdefault(name, []).append(seconds)
+    best = {name: min(seconds) for name, seconds in found.items()}
     of_plain = min(value for name, value in best.items() if name.startswith("plain"))
     return {
         "patches": args.plain,
         "best_seconds": {name: round(value, 3) for name, value in best.items()},
         "computed_again_to_plain": round(best["computed again"] / of_plain, 3),
         "saved_to_plain": round(best["saved"] / of_plain, 3),
-        "whole_at_once": ample.plan(bag, label).tile_count == 1,
     }
 
 
@@ -117,13 +134,13 @@ def main() -> None:
     args = parser.parse_args()
     warnings.simplefilter("ignore")
     if args.run:
-        print(json.dumps(rounds(args) if args.run == "rounds" else step(args, int(args.run))))
+        print(json.dumps(step(args, int(args.run)) if args.run.isdigit() else timed_by_itself(args)))
         return
     found = []
     for count in args.patches:
         found.append(child(__file__, [*sys.argv[1:], "--run", str(count)]))
         print(json.dumps(found[-1]), file=sys.stderr, flush=True)
-    timed = child(__file__, [*sys.argv[1:], "--run", "rounds"]) if args.rounds else None
+    timed = compared(args) if args.rounds else None
     print(json.dumps({"model": args.model, "memory": args.memory, "steps": found, "time": timed}))
 
 
