@@ -76,6 +76,14 @@ def test_nothing_is_named_that_saves_less_than_a_twentieth(planner):
     assert curve.advice(points=(2, 4, 8)) == []
 
 
+def test_a_doubling_of_memory_has_to_save_a_twentieth(planner):
+    """From 4 GiB on, 32 GiB are three doublings."""
+    little = planner(lambda budget, room: 90 if budget > 24 else 100)
+    assert little.advice(points=(4, 32)) == []
+    enough = planner(lambda budget, room: 84 if budget > 24 else 100)
+    assert [seconds for _, _, seconds in enough.advice(points=(4, 32))] == [84]
+
+
 def test_less_memory_is_never_named_though_a_plan_for_it_is_faster(planner):
     curve = planner(lambda budget, room: 10 if budget < 3 else 100)
     assert curve.advice(points=(2, 4)) == []

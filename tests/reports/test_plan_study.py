@@ -150,7 +150,7 @@ def test_what_would_help_is_said_in_a_line_each():
 
 def test_nothing_would_help_where_nothing_does():
     study = study_of()
-    assert advice_in_words(study) == ("neither memory nor scratch: more would save less than 5 % of the time",)
+    assert advice_in_words(study) == ("neither memory nor scratch: twice as much would save less than 5 % of the time",)
     free = dataclasses.replace(study, plan=dataclasses.replace(study.plan, budget_bytes=None))
     assert advice_in_words(free) == ("nothing: no budget holds this plan back",)
 

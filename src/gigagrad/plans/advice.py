@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from math import inf
+from math import inf, log2
 
 from gigagrad.errors import BudgetError
 from gigagrad.plans.plan import Plan
@@ -132,8 +132,8 @@ class Advice:
 
 
 def advise(problem: Problem, plan: Plan, points: Sequence[Point], make: MakePlan) -> tuple[Advice, ...]:
-    """Return what would save a twentieth of this plan's time or more: memory by its trade-off curve, room in each other
-    tier.
+    """Return what would save a twentieth of this plan's time or more: memory by its trade-off curve, a twentieth for
+    each doubling of the budget, and room in each other tier.
 
     Scratch files count as one, also where the problem has none. Nothing where no budget holds the plan back.
     """
@@ -154,7 +154,12 @@ class _Adviser:
         """Find a budget that saves most of the time that any could save, and one that saves all where that is much
         less.
         """
-        faster = [point for point in points if point.budget_bytes > budget_bytes and self._is_worth(point.seconds)]
+
+        def is_worth(point: Point) -> bool:
+            doublings = max(1.0, log2(point.predicted_peak_bytes / budget_bytes))
+            return point.budget_bytes > budget_bytes and self._is_worth(point.seconds, doublings)
+
+        faster = [*filter(is_worth, points)]
         if not faster:
             return []
         enough = faster[self._enough([point.seconds for point in faster])]
@@ -187,8 +192,8 @@ class _Adviser:
                 return [Advice(tier, size, plan.modelled_seconds)]
         return []
 
-    def _is_worth(self, seconds: float) -> bool:
-        return seconds <= (1 - WORTH_SAYING) * self._seconds
+    def _is_worth(self, seconds: float, times: float = 1.0) -> bool:
+        return seconds <= (1 - times * WORTH_SAYING) * self._seconds
 
     def _enough(self, seconds: Sequence[float]) -> int:
         """Return the index of the first of these that saves most of what the fastest does."""

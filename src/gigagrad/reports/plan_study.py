@@ -134,7 +134,8 @@ def advice_in_words(study: PlanStudy) -> tuple[str, ...]:
     if study.plan.budget_bytes is None:
         return ("nothing: no budget holds this plan back",)
     if not study.advice:
-        return (f"neither memory nor scratch: more would save less than {percent(WORTH_SAYING, 1)} of the time",)
+        saved = percent(WORTH_SAYING, 1)
+        return (f"neither memory nor scratch: twice as much would save less than {saved} of the time",)
     lines = [
         f"{format_bytes(each.size_bytes)} of {_RESOURCES.get(each.tier, each.tier)}: {format_seconds(each.seconds)}"
         for each in study.advice
