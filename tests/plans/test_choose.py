@@ -11,7 +11,8 @@ from torch import nn
 
 from gigagrad.devices import Machine
 from gigagrad.errors import BudgetError
-from gigagrad.plans import Grid, estimate, make_plan, split_segments
+from gigagrad.plans import Costs, Grid, estimate, make_plan, split_segments
+from gigagrad.plans.cuts import Cuts
 from gigagrad.plans.fit import Fitter
 from gigagrad.plans.geometry import lattice
 from gigagrad.plans.plan import amount_of
@@ -223,3 +224,20 @@ def test_of_all_ways_to_evict_the_best_alone_is_settled_exactly(monkeypatch):
     assert {field.tier for field in plan.kept} == {"memory", "disk"}
     assert sum(rough) > 12
     assert len(settled) <= 4
+
+
+def test_where_nothing_fits_at_first_every_choice_of_fields_is_tried(monkeypatch):
+    """A rough look passes over choices behind some that are slower; one of them may be all that fits."""
+    graph = colour_graph_of(residual(12, 16), size=512)
+    problem = problem_of(graph, 2**29)
+    chain = Cuts(graph, Costs(graph, problem.machine).usual_seconds, backward=True)
+    fewest = sorted({len(selection.kept) for selection in chain.selections()})[1]
+    fit = Fitter.fit
+
+    def fitted(fitter, kept, workers=None, *, closely=False, roughly=False, **how):
+        if roughly or (closely and len(kept) == fewest):
+            return fit(fitter.unbounded(), kept, roughly=roughly)
+        raise BudgetError("too little", budget_bytes=2**29, needed_bytes=2**40, smallest_bytes=2**40)
+
+    monkeypatch.setattr(Fitter, "fit", fitted)
+    assert len(make_plan(problem).kept) == fewest

@@ -230,7 +230,8 @@ class _Chooser:
         faster = [one for one in fewer if without is None or one[0] < without.modelled_seconds]
         found = min(filter(None, (at_once, without, self._first_that_fits(faster))), key=_seconds, default=None)
         if found is None:
-            self._refuse(in_memory(selections[-1]), 0)
+            for kept in map(in_memory, selections):
+                self._refuse(kept, self._fitter.least_bytes(kept))
             return self._closely()
         return self._polished(found, selections[0])
 
