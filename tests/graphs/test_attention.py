@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 from math import prod
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils import parameters_to_vector
 
 import gigagrad as gg
 from gigagrad.graphs import InputSpec
@@ -119,6 +121,24 @@ def test_exact(way):
     assert abs(engine.backward(image, target) - expected) < 1e-12
     for parameter, gradient in zip(model.parameters(), gradients, strict=True):
         torch.testing.assert_close(parameter.grad, gradient, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_in_bfloat16(way):
+    """No matrix of all pairs there either, and gradients as near to float64 as eight bits allow."""
+    torch.manual_seed(0)
+    model = WAYS[way]()
+    image, target = torch.rand(1, 3, SIDE, SIDE), torch.rand(1, 1, SIDE, SIDE)
+    exact = copy.deepcopy(model).double()
+    F.mse_loss(exact(image.double()), target.double()).backward()
+    field = InputSpec((1, 3, SIDE, SIDE), torch.float32, field=True)
+    label = InputSpec((1, 1, SIDE, SIDE), torch.float32, field=True)
+    assert largest(capture(model, F.mse_loss, field, label, torch.bfloat16)) < POSITIONS**2
+    gg.compile(model, F.mse_loss, tile=(5, 7), precision="bfloat16").backward(image, target)
+    found, expected = (
+        parameters_to_vector([p.grad for p in each.parameters() if p.grad is not None]) for each in (model, exact)
+    )
+    assert (found - expected).norm() < 0.01 * expected.norm()
 
 
 class OfABag(nn.Module):
