@@ -338,6 +338,7 @@ def test_a_damaged_evaluation_is_left_out(run, tmp_path, evaluation):
         {"fixed": [{"name": "x", "size_bytes": 1e999}]},
         {"budget_bytes": 1e999},
         {"elsewhere": [{"name": "disk", "size_bytes": math.nan}]},
+        {"elsewhere": [{"name": "disk", "size_bytes": "x"}]},
         {"image_shape": []},
         {"kept": [{"node": 1, "tier": "disk", "operator": 5, "module": 7, "shape": [1], "size_bytes": 3}]},
         {"passes": [{"segment": 9, "phase": "forward"}]},

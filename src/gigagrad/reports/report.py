@@ -304,11 +304,11 @@ def _plan(record: Mapping[str, Any]) -> dict[str, Any] | None:
         str(described)  # a word that is no text would fail later
         parts = [size for _, size in plan.memory_parts()]
         sizes = (plan.budget_bytes or 0, *parts, *(amount.size_bytes for amount in plan.elsewhere))
-        tables = [*map(_tabled, described.tables)]
+        if not all(map(math.isfinite, sizes)):
+            return None
+        return {"title": described.title, "facts": described.facts, "tables": [*map(_tabled, described.tables)]}
     except (ValueError, TypeError, AttributeError, LookupError, ArithmeticError, RecursionError):
         return None
-    known = all(map(math.isfinite, sizes))
-    return {"title": described.title, "facts": described.facts, "tables": tables} if known else None
 
 
 def _dice(run: RunData) -> Mapping[str, float]:
