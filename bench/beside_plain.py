@@ -149,6 +149,20 @@ def _mobilenet(side: int) -> nn.Module:
     return made
 
 
+def _fpn(side: int) -> nn.Module:
+    import segmentation_models_pytorch as smp
+
+    made: nn.Module = smp.FPN("resnet34", encoder_weights=None, classes=1)
+    return made
+
+
+def _ghostnet(side: int) -> nn.Module:
+    import timm
+
+    made: nn.Module = timm.create_model("ghostnet_050", num_classes=2)
+    return made
+
+
 def _densenet(side: int) -> nn.Module:
     import timm
 
@@ -169,6 +183,8 @@ NETWORKS: dict[str, Callable[[int], nn.Module]] = {
     "vit-s": _vit,
     "mobilenetv3": _mobilenet,
     "densenet121": _densenet,
+    "resnet34-fpn": _fpn,
+    "ghostnet": _ghostnet,
 }
 
 

@@ -41,6 +41,10 @@ DRAWS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+BY_PYTORCH = DRAWS.keys() - {"chosen positions", "shuffled positions"}
+"""Those that draw the same where PyTorch runs the model as it is."""
+
+
 class Drawing(nn.Module):
     def __init__(self, names: tuple[str, ...]) -> None:
         super().__init__()
@@ -85,15 +89,17 @@ def planned(state: dict[str, Any], tiers: str | None, **choice: Any) -> dict[str
     [
         ("dropout of tokens", "alpha dropout of tokens", "mask of tokens"),
         ("noise of tokens", "dropout of pixels", "shuffled positions", "dropout of a pooled vector"),
+        ("noise of tokens", "dropout of pixels", "attention with dropout", "dropout of a pooled vector"),
         ("dropout of channels of tokens", "feature alpha dropout", "dropout of channels"),
         ("chosen positions", "attention with dropout", "dropout of tokens"),
     ],
-    ids=lambda names: names[0],
+    ids=", ".join,
 )
 def test_a_seed_draws_the_same_in_any_plan(names, tmp_path):
     generator = torch.Generator().manual_seed(1)
     image, weights = (torch.randn(c, 46, 39, generator=generator, dtype=torch.float64) for c in (2, 6))
     engine = gg.compile(Drawing(names), loss, scratch=tmp_path, progress=False)
+    engine.in_tiles = True
     first = found(engine, image, weights)
     state, (choice,) = engine.state_dict(), engine.state_dict()["choices"].values()
     tiles = [[9, 13] for _ in choice["tiles"]]
@@ -106,6 +112,11 @@ def test_a_seed_draws_the_same_in_any_plan(names, tmp_path):
         engine.load_state_dict(other)
         for one, two in zip(first, found(engine, image, weights), strict=True):
             torch.testing.assert_close(two, one, rtol=1e-8, atol=1e-11)
+    at_once = gg.compile(engine.model, loss, progress=False)
+    at_once.load_state_dict(planned(state, None, whole="forward and backward"))
+    assert bool(at_once.plan(image, weights).whole) == BY_PYTORCH.issuperset(names)
+    for one, two in zip(first, found(at_once, image, weights), strict=True):
+        torch.testing.assert_close(two, one, rtol=1e-8, atol=1e-11)
     run = prepared_by(engine, image, weights)
 
     def by(ranks):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+from typing import cast
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from gigagrad.devices.cpu import Cpu
 from gigagrad.devices.heap import LargeBlocks
 from gigagrad.errors import BudgetError
 from gigagrad.events import Event, Notice, StepMeasured, TileDone
+from gigagrad.execution.drawn import DrawnAsInTiles, NotDrawn
 from gigagrad.execution.whole import Copies, WholeRun
 from gigagrad.graphs import InputSpec, capture
 from gigagrad.plans import Problem
@@ -141,10 +143,78 @@ def test_hooks_run_once():
         torch.testing.assert_close(mine.grad, theirs.grad, rtol=0, atol=0)
 
 
+class Dropping(nn.Module):
+    """Drops values, channels, whole residuals and values of a pooled vector; draws by `other`, too, where it is set."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.body, self.head, self.other = conv(2, 6), nn.Linear(6, 3), None
+
+    def forward(self, x):
+        y = self.body(x)
+        y = y + F.dropout(2 * y, 0.3, self.training, inplace=True)
+        y = y + F.dropout2d(y, 0.5, self.training)
+        if self.training:
+            y = y + y * y.new_empty(1, 1, 1, 1).bernoulli_(0.8).div_(0.8)
+            y = y * torch.rand(y.shape[0], 1, 1, 1, dtype=y.dtype, device=y.device).add_(0.8).floor_()
+        if self.other is not None:
+            y = y * self.other(y)
+        return self.head(F.dropout(y.mean((2, 3)), 0.2, self.training))
+
+
+def steps_by(model, *, in_tiles=False, count=3):
+    """The plan, losses and gradients of some steps."""
+    engine = gg.compile(model, F.cross_entropy, seed=7, progress=False)
+    engine.in_tiles = in_tiles
+    told = []
+    engine.events.subscribe(lambda event: told.append(str(event)) if isinstance(event, Notice) else None)
+    image, target, found = pair()[0], torch.tensor([2]), []
+    whole = engine.plan(image, target).whole
+    for _ in range(count):
+        model.zero_grad()
+        found.append(engine.backward(image, target))
+        found += [parameter.grad.clone() for parameter in model.parameters()]
+    return whole, found, told
+
+
 def test_random_numbers_are_those_of_every_plan():
-    model, (image, target) = nn.Sequential(conv(2, 6), nn.Dropout(0.5), conv(6, 1)), pair()
-    assert gg.compile(model, F.mse_loss, seed=7).plan(image, target).whole is None
-    assert gg.compile(model.eval(), F.mse_loss, seed=7).plan(image, target).whole
+    whole, found, _ = steps_by(Dropping())
+    tiled, expected, _ = steps_by(Dropping(), in_tiles=True)
+    assert whole
+    assert not tiled
+    for one, two in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, two, rtol=2e-5, atol=1e-6)
+    assert not torch.equal(found[0], found[len(found) // 3]), "every step draws anew"
+    assert gg.compile(Dropping().eval(), F.cross_entropy, seed=7).plan(pair()[0], torch.tensor([2])).whole
+
+
+@pytest.mark.parametrize("other", [lambda y: torch.empty_like(y).exponential_(), lambda y: F.rrelu(y, training=True)])
+def test_what_tiles_alone_can_draw_is_computed_in_tiles(other):
+    model = Dropping()
+    model.other = other
+    assert not steps_by(model, count=1)[0]
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
+def test_a_model_that_draws_in_compiled_code_is_computed_in_tiles():
+    model = Dropping()
+    model.head = cast("nn.Linear", torch.compile(model.head))
+    engine = gg.compile(model, F.cross_entropy, seed=7)
+    assert engine.plan(pair()[0], torch.tensor([2])).whole is None
+
+
+def test_calls_that_are_not_those_of_the_plan_make_tiles(monkeypatch):
+    monkeypatch.setattr(DrawnAsInTiles, "finish", _missed)
+    whole, found, told = steps_by(Dropping(), count=2)
+    assert whole
+    assert ["draws random numbers otherwise" in text for text in told] == [True]
+    for one, two in zip(found, steps_by(Dropping(), in_tiles=True, count=2)[1], strict=True):
+        assert torch.equal(one, two)
+
+
+def _missed(self):
+    raise NotDrawn
 
 
 def test_bfloat16_is_autocasts():

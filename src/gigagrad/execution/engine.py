@@ -37,7 +37,7 @@ from gigagrad.execution.seeds import drawing, draws_of, seed_values
 from gigagrad.execution.sinks import Handed, Sink
 from gigagrad.execution.sources import Source, opened_sources
 from gigagrad.execution.tracebacks import lets_go, stream_lets_go
-from gigagrad.execution.whole import TooLarge, WholeRun, filling, hooks_called
+from gigagrad.execution.whole import NotAtOnce, WholeRun, filling, hooks_called
 from gigagrad.graphs import Captured, Graph, LossModule
 from gigagrad.plans import Plan, Problem
 from gigagrad.ranks import Ranks
@@ -381,23 +381,26 @@ class Engine:
         """Return a finished run of a graph whose output is no image."""
         try:
             return self._run_as_planned(phase, sources, filled)
-        except TooLarge as error:
-            told = f"the whole image takes more memory than was predicted ({error.__cause__}); it is computed in tiles"
-            self.events.emit(Notice(told, warning=True))
+        except NotAtOnce as error:
+            self.events.emit(Notice(f"{error}; it is computed in tiles", warning=True))
             self.in_tiles = True
+            self._runs -= 1
             return self._run_as_planned(phase, sources, filled)
 
     def _run_as_planned(
         self, phase: str, sources: dict[str, Source], filled: list[torch.Tensor]
     ) -> tuple[Run | RecordedRun | WholeRun, Graph]:
         with self._measured(phase, sources) as (prepared, captured, more):
+            draws = self._draws(prepared)
             if prepared.plan.whole:
                 backward = phase == "backward"
-                whole = WholeRun(prepared, sources, self._composite, self.events, filled, backward=backward)
+                whole = WholeRun(
+                    prepared, sources, self._composite, self.events, filled, backward=backward, draws=draws
+                )
                 self._run_whole(whole, prepared, captured)
                 return whole, prepared.graph
             computed = self._replayed if prepared.may_be_recorded else self._in_tiles
-            run = computed(phase, prepared, self._draws(prepared), sources)
+            run = computed(phase, prepared, draws, sources)
             self._planner.finished(prepared, run.pass_seconds)
             gradients = {prepared.graph[i].arguments["name"]: g for i, g in run.gradients.items()}
             more["gradient_error"] = average_in(self._squared_errors, run.rounding_errors, gradients)

@@ -27,6 +27,7 @@ from gigagrad.devices import Device, Machine
 from gigagrad.errors import BudgetError
 from gigagrad.events import Events, Notice
 from gigagrad.execution.agreement import Agreement
+from gigagrad.execution.drawn import draws_by_call
 from gigagrad.execution.model_state import OptimizerState
 from gigagrad.execution.prepared import PlanKey, Prepared, plan_key, read_plan_key, suits
 from gigagrad.execution.seeds import drawing
@@ -244,15 +245,19 @@ class Planner:
 
     def _whole(self, graph: Graph, sink: Sink | None, *, backward: bool) -> WholeCost | None:
         """Return what the whole image takes at once, or None where it is to be computed in tiles: images that leave in
-        pieces come from tiles, random numbers are the same in every plan, and the model must be where it is computed.
+        pieces come from tiles, the model must be where it is computed, and what it draws at random has to be what it
+        draws in tiles, which compiled code cannot be told.
         """
         delivers_image = graph[graph.output].is_field and not backward
-        if self.in_tiles or self._ranks.count > 1 or sink is not None or delivers_image or drawing(graph):
+        if self.in_tiles or self._ranks.count > 1 or sink is not None or delivers_image:
+            return None
+        cost = graph.whole.get(backward)
+        if drawing(graph) and (cost is None or self._composite.is_compiled or draws_by_call(graph, cost.draws) is None):
             return None
         here = self._device.torch_device
         stored = (*self._composite.parameters(), *self._composite.buffers())
         at_home = all(one.device.type == here.type and here.index in (None, one.device.index) for one in stored)
-        return graph.whole.get(backward) if at_home else None
+        return cost if at_home else None
 
     def make(self, problem: Problem) -> Plan:
         """Return the plan for a problem, as `prepare` makes one on first sight. Raises BudgetError."""

@@ -7,7 +7,6 @@ each part of the graph as rarely as the order of the segments allows.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from heapq import heappop, heappush
@@ -17,6 +16,7 @@ import torch
 from torch.autograd.graph import get_gradient_edge
 
 from gigagrad.devices import Device
+from gigagrad.execution.drawn import GENERATORS
 from gigagrad.execution.gradient_scale import GradientScale, multiplied
 from gigagrad.execution.refusals import explained
 from gigagrad.execution.seeds import drawing, seed_of
@@ -30,8 +30,6 @@ from gigagrad.plans.segments import differentiable_reductions
 Values = dict[int, torch.Tensor]
 
 
-_DRAWING = threading.RLock()
-"""PyTorch's generators are those of all threads."""
 _BOUND: WeakKeyDictionary[Graph, dict[tuple[int, torch.device], Bound]] = WeakKeyDictionary()
 """Operators of the graphs that are there, bound once for all runs."""
 _ORDERS: WeakKeyDictionary[Graph, dict[frozenset[int], _Order]] = WeakKeyDictionary()
@@ -307,7 +305,7 @@ class ScalarGraph:
         if number is None:
             return evaluated(self.graph, node_id, values, self._device.torch_device)
         operands = {i: values[i].contiguous() for i in self.graph[node_id].operands}
-        with _DRAWING, self._device.seeded(seed_of(self._draws, number)):
+        with GENERATORS, self._device.seeded(seed_of(self._draws, number)):
             return evaluated(self.graph, node_id, operands, self._device.torch_device)
 
     def _receive(self, leaf: int, cotangent: torch.Tensor, times: float = 1) -> None:

@@ -12,11 +12,10 @@ from weakref import WeakKeyDictionary
 import torch
 
 from gigagrad.graphs import Graph, Node
+from gigagrad.graphs.draws import draws as may_draw
 from gigagrad.graphs.operators import function, scrambled
 from gigagrad.ranks import Ranks
 
-_OFF = {"train": False, "training": False, "dropout_p": 0.0}
-"""Arguments with which an operator that may draw does not."""
 _drawing: WeakKeyDictionary[Graph, Mapping[int, int]] = WeakKeyDictionary()
 """Answers for the graphs that are there: every run asks."""
 SEED = "gigagrad.seed"
@@ -53,11 +52,12 @@ def drawing(graph: Graph) -> Mapping[int, int]:
 
 def seed_values(graph: Graph, draws: int) -> dict[int, torch.Tensor]:
     """Return what a run draws for the operators `gigagrad.seed`, as it would itself."""
-    found = {}
-    for i, number in drawing(graph).items():
-        if graph[i].op == SEED:
-            found[i] = torch.randint(0, 2**62, (), generator=torch.Generator().manual_seed(seed_of(draws, number)))
-    return found
+    return {i: key_of(draws, number) for i, number in drawing(graph).items() if graph[i].op == SEED}
+
+
+def key_of(run: int, number: int) -> torch.Tensor:
+    """Return what an operator `gigagrad.seed` draws in a run, from a generator of its own."""
+    return torch.randint(0, 2**62, (), generator=torch.Generator().manual_seed(seed_of(run, number)))
 
 
 def seed_of(run: int, number: int) -> int:
@@ -67,7 +67,5 @@ def seed_of(run: int, number: int) -> int:
 
 def _draws(node: Node) -> bool:
     if node.is_source or node.op.startswith("gigagrad."):
-        return node.op == "gigagrad.seed"
-    if any(node.arguments.get(name, None) == off for name, off in _OFF.items()):
-        return False
-    return torch.Tag.nondeterministic_seeded in getattr(function(node.op), "tags", ())
+        return node.op == SEED
+    return may_draw(function(node.op), node.arguments)

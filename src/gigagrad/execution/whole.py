@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -12,17 +13,19 @@ from torch._utils import _flatten_dense_tensors
 from torch.utils._pytree import tree_map_only
 
 from gigagrad.events import Events, TileDone
+from gigagrad.execution.drawn import DrawnAsInTiles, NotDrawn, draws_by_call
 from gigagrad.execution.prepared import Prepared
 from gigagrad.execution.probes import whole_begun
 from gigagrad.execution.refusals import refused_by_pytorch
+from gigagrad.execution.seeds import drawing
 from gigagrad.execution.sources import Source
 from gigagrad.graphs import LossModule
 from gigagrad.plans.program import Whole
 from gigagrad.plans.whole import unseen_bytes
 
 
-class TooLarge(Exception):
-    """The whole image takes more memory than was predicted."""
+class NotAtOnce(Exception):
+    """The whole image cannot be computed at once, although it was planned; the message says why."""
 
 
 class Copies:
@@ -55,10 +58,13 @@ class WholeRun:
         filled: list[torch.Tensor],
         *,
         backward: bool,
+        draws: int,
     ) -> None:
-        """Prepare a run; leaves whose empty `.grad` autograd fills are added to `filled` before it does."""
+        """Prepare a run; leaves whose empty `.grad` autograd fills are added to `filled` before it does. `draws`: what
+        random operators draw from.
+        """
         self._prepared, self._sources, self._composite, self._events = prepared, sources, composite, events
-        self._backward = backward
+        self._backward, self._draws = backward, draws
         self._filled = filled
         self.outputs: Any = None
         """The value that the loss or the model returned, detached."""
@@ -74,14 +80,15 @@ class WholeRun:
         return found
 
     def run(self) -> None:
-        """Run it. Raises TooLarge, with the model's buffers as they were, where the device's allocator needs more
-        memory than the plan says; else whatever the model raises.
+        """Run it. Raises NotAtOnce, with the model's buffers as they were, where the device's allocator needs more
+        memory than the plan says, or the model draws random numbers otherwise than when it was captured; else whatever
+        the model raises.
         """
         device, plan = self._prepared.device, self._prepared.plan
         (step,) = plan.steps
         assert isinstance(step, Whole)
         cost = self._prepared.graph.whole[self._backward]
-        before = Copies([] if device.is_host else self._written())
+        before = Copies([] if device.is_host and not drawing(self._prepared.graph) else self._written())
         watch = device.memory_guard(plan.predicted_peak_bytes, plan.budget_bytes)
         self._events.emit(whole_begun(plan, "whole image"))
         try:
@@ -91,12 +98,15 @@ class WholeRun:
                 self._run()
                 if not step.keeps:
                     watch.tile_done()
-        except torch.OutOfMemoryError as error:
-            if device.is_host:
+        except (torch.OutOfMemoryError, NotDrawn) as error:
+            if device.is_host and not isinstance(error, NotDrawn):
                 raise
             before.restore()
             _empty(self._filled)
-            raise TooLarge from error
+            why = "the model draws random numbers otherwise than it did for the plan"
+            if not isinstance(error, NotDrawn):
+                why = f"the whole image takes more memory than was predicted ({error})"
+            raise NotAtOnce(why) from error
         except Exception as error:
             if (refused := refused_by_pytorch(error)) is not None:
                 raise refused from error
@@ -105,11 +115,15 @@ class WholeRun:
             watch.close(keeps=step.keeps)
         self._events.emit(TileDone("whole image", 1, 1, 0.0))
 
+    @cached_property
+    def _known(self) -> dict[str, torch.Tensor]:
+        """Parameters, buffers and tensors from outside by their names."""
+        return {**self._composite.named_tensors(), **self._prepared.graph.closed}
+
     def _written(self) -> list[torch.Tensor]:
         """Return what the model writes: buffers, weights, tensors from outside."""
-        graph = self._prepared.graph
-        known = {**self._composite.named_tensors(), **graph.closed}
-        return list({id(known[name]): known[name] for name in graph.updates if name in known}.values())
+        known = self._known
+        return list({id(known[name]): known[name] for name in self._prepared.graph.updates if name in known}.values())
 
     def _run(self) -> None:
         with torch.inference_mode(False), torch.set_grad_enabled(self._backward), self._autocast():
@@ -120,14 +134,27 @@ class WholeRun:
         images, targets = (
             tuple(value for name, value in inputs.items() if name.startswith(kind)) for kind in ("image", "target")
         )
-        result = self._composite.plainly(images, targets[0] if len(targets) == 1 else targets or None)
+        with self._drawn():
+            result = self._composite.plainly(images, targets[0] if len(targets) == 1 else targets or None)
         if self._backward:
             self._differentiate(result, inputs)
         self.outputs = tree_map_only(torch.Tensor, torch.Tensor.detach, result)
 
+    @contextmanager
+    def _drawn(self) -> Iterator[None]:
+        """Have the model draw what it would draw in tiles, in the block."""
+        graph, device = self._prepared.graph, self._prepared.device
+        if not drawing(graph):
+            yield
+            return
+        by_call = draws_by_call(graph, graph.whole[self._backward].draws)
+        assert by_call is not None
+        with DrawnAsInTiles(graph, by_call, self._draws, device) as drawn:
+            yield
+        drawn.finish()
+
     def _differentiate(self, loss: torch.Tensor, inputs: dict[str, torch.Tensor]) -> None:
-        graph = self._prepared.graph
-        known = {**self._composite.named_tensors(), **graph.closed}
+        graph, known = self._prepared.graph, self._known
         named = (node.arguments["name"] for node in graph.nodes if node.op == "parameter" and node.differentiable)
         pairs: list[tuple[torch.Tensor, torch.Tensor | None]] = [(known[name], known[name]) for name in named]
         pairs += [(value, self._sources[name].given) for name, value in inputs.items() if value.requires_grad]

@@ -2,6 +2,7 @@
 
 from gigagrad.graphs.capture.loss_module import LossModule
 from gigagrad.graphs.capture.trace import Captured, capture, lines_through, trace, trace_again
+from gigagrad.graphs.draws import Draw
 from gigagrad.graphs.graph import (
     FIELD_BINS,
     FIELD_MAX,
@@ -43,6 +44,7 @@ __all__ = [
     "Affine",
     "Call",
     "Captured",
+    "Draw",
     "Effort",
     "Gains",
     "Graph",

@@ -20,6 +20,8 @@ from gigagrad.graphs.statistics import average, blended, grouped, merged, moment
 _HALVES: Final = frozenset({torch.float16, torch.bfloat16})
 _AT_ONCE: Final = 2**20
 """Values of a half precision that are copied at once where they are summed in float32."""
+_DRAWN_AT_ONCE: Final = 2**15
+"""Random numbers that are drawn at once: 8 bytes of bits for each."""
 
 
 def class_weights(target: torch.Tensor, weight: torch.Tensor | None, ignore_index: int) -> torch.Tensor:
@@ -189,10 +191,23 @@ def uniform(
     Each is a function of the key and of the value's place in the whole field. float64 for float64 fields, else float32.
     """
     strides = meta(shape or like.shape, like.dtype).stride()  # of a contiguous tensor
-    bits = scrambled(numbered(like, starts, strides), seed.to(like.device))
-    if like.dtype == torch.float64:
-        return ((bits >> 11) & ((1 << 53) - 1)).to(torch.float64) * 2.0**-53
-    return ((bits >> 40) & ((1 << 24) - 1)).to(torch.float32) * 2.0**-24
+    dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
+    drawn = torch.empty(like.shape, dtype=dtype, device=like.device)
+    _fill(drawn, seed.to(like.device), starts or [0] * like.ndim, strides)
+    return drawn
+
+
+def _fill(drawn: torch.Tensor, seed: torch.Tensor, starts: Sequence[int], strides: Sequence[int]) -> None:
+    """Fill a crop with uniform numbers: on a processor part by part, each of which stays in the cache."""
+    if drawn.numel() > _DRAWN_AT_ONCE and drawn.device.type == "cpu":
+        axis = next(axis for axis, size in enumerate(drawn.shape) if size > 1)
+        half = drawn.shape[axis] // 2
+        for start, part in zip((0, half), drawn.tensor_split([half], axis), strict=True):
+            _fill(part, seed, [at + start * (i == axis) for i, at in enumerate(starts)], strides)
+        return
+    bits = scrambled(numbered(drawn, starts, strides), seed)
+    digits = 53 if drawn.dtype == torch.float64 else 24
+    drawn.copy_(bits.bitwise_right_shift_(64 - digits).bitwise_and_((1 << digits) - 1)).mul_(2.0**-digits)
 
 
 def _int64(value: int) -> int:

@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from gigagrad.allowances import LANES, MAPPED_BYTES
+from gigagrad.graphs.draws import Draw, DrawingCalls, draws
 from gigagrad.graphs.sizes import CallRecorder
 from gigagrad.work import Work, is_ragged, unfolded_flops
 
@@ -104,6 +105,8 @@ class WholeCost:
     """Convolutions, each gradient of one counted, too."""
     operators: tuple[Effort, ...]
     """One for every operator that computes."""
+    draws: tuple[Draw | None, ...] | None
+    """Calls that may draw random numbers, in their order, each with what it draws; None where others draw, too."""
 
 
 def count_whole(
@@ -125,7 +128,7 @@ def count_whole(
     meter = _Meter(recorder)
     try:
         with mode, meter, torch.set_grad_enabled(backward if grad is None else grad):
-            with watched or nullcontext():
+            with watched or nullcontext(), meter.draws:
                 result = loss_module.plainly(images, target)
             if backward and result.requires_grad:
                 torch.autograd.grad(result, leaves, allow_unused=True)
@@ -189,10 +192,17 @@ class _Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._alive: dict[int, int] = {}
         self._now = self._peak = self._small = self._most_small = self._largest = self._compiled = self._large = 0
         self._operators: list[Effort] = []
+        self.draws = DrawingCalls()
 
     def cost(self) -> WholeCost:
         return WholeCost(
-            self._peak, self._most_small, self._large, self._largest, self._compiled, tuple(self._operators)
+            peak_bytes=self._peak,
+            small_bytes=self._most_small,
+            large_bytes=self._large,
+            largest_bytes=self._largest,
+            compiled=self._compiled,
+            operators=tuple(self._operators),
+            draws=self.draws.calls,
         )
 
     def __torch_dispatch__(
@@ -215,6 +225,8 @@ class _Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         moved = sum(map(_nbytes, (*given, *made)))
         reordered = sum(map(_reordered_bytes, (*given, *made)))
         packet = func._overloadpacket
+        if draws(func, {**dict(zip((one.name for one in func._schema.arguments), args, strict=False)), **kwargs}):
+            self.draws.met(packet.__name__, made[0])
         if packet in _REORDERING:
             self._compiled += 2 if packet is torch.ops.aten.convolution_backward else 1
         self._peak = max(self._peak, self._now + (reordered if packet in _REORDERING else 0))

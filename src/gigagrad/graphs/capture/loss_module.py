@@ -84,6 +84,11 @@ class LossModule(nn.Module):
         stored = ((name, now) for name, now in (*own, *self.named_parameters()) if id(now) in writes.exchanged)
         return writes.current(result), replaced | {name: writes.exchanged[id(now)] for name, now in stored}
 
+    @property
+    def is_compiled(self) -> bool:
+        """True where a module is one that `torch.compile` made."""
+        return any(type(one).__name__ == "OptimizedModule" or one._compiled_call_impl for one in self.modules())
+
     def plainly(self, images: tuple[torch.Tensor, ...], target: Any = None) -> Any:
         """Return what the loss or the model returns where PyTorch runs them, nothing watched or replaced."""
         output = self._output(images)
