@@ -54,6 +54,9 @@ _ZOOMS = (
     "ArrowUp",
 )
 _WALK = (*_ZOOMS, "+", "ArrowLeft", "+", "ArrowRight", "ArrowDown", "-")
+_LIVE_WALK = (*7 * ("+", "ArrowRight", "ArrowDown", "+", "ArrowLeft", "ArrowUp"), *3 * ("-", "ArrowLeft"))
+"""From far out, where nothing is predicted, to single pixels: every zoom, and two neighbours of it."""
+_WIDTH = "Number(new URLSearchParams(location.hash.slice(1)).get('width'))"
 
 
 def flat_copy(slide: Path, path: Path) -> Path:
@@ -89,11 +92,12 @@ def measure(words: list[str], *, live: bool, clients: int, seconds: float) -> di
                 if live:
                     browser.wait(f"{_LIVE} !== undefined", 300)
                     browser.evaluate(f"{_LIVE}.control.click()")
-                pressed = list[float]()
-                for key in 2 * (*_WALK, "0"):
+                pressed, widths = list[float](), list[float]()
+                for key in 2 * (*(_LIVE_WALK if live else _WALK), "0"):
                     pressed.append(browser.evaluate("performance.now()"))
                     browser.key(key)
-                    time.sleep(2 if live else 0.5)
+                    time.sleep(1.5 if live else 0.5)
+                    widths.append(browser.evaluate(_WIDTH))
                 slide, over = browser.evaluate(_TILES % "0"), browser.evaluate(_TILES % "[1-9]")
                 problems = browser.problems
             crowded = crowd(found.group(), clients, seconds) if clients else None
@@ -106,7 +110,9 @@ def measure(words: list[str], *, live: bool, clients: int, seconds: float) -> di
                 "tile_bytes": round(float(np.mean([each[2] for each in slide])) if slide else 0),
                 "layer_tiles": len(over),
                 "layer_tile_seconds": percentiles(over, 0) if over else None,
-                "layer_screen_seconds": percentiles(screens(over, pressed), 0) if over else None,
+                "layer_screens": len(screens(over, pressed)),
+                "layer_screen_seconds": percentiles([*screens(over, pressed).values()], 0) if over else None,
+                "widest_screen_px": max((widths[key - 1] for key in screens(over, pressed)), default=None),
                 "crowd": crowded,
                 "server_peak_rss_bytes": peak_resident_bytes(server.pid),
                 "problems": problems,
@@ -115,13 +121,14 @@ def measure(words: list[str], *, live: bool, clients: int, seconds: float) -> di
             server.terminate()
 
 
-def screens(tiles: list[list[float]], pressed: list[float]) -> list[list[float]]:
-    """Return the milliseconds from each key to the last byte of the last tile that it asked for."""
+def screens(tiles: list[list[float]], pressed: list[float]) -> dict[int, list[float]]:
+    """Return the milliseconds from each key to the last byte of the last tile that it asked for, by the key's number
+    from 1; keys that asked for none are left out."""
     ends = dict[int, float]()
     for duration, *_, start in tiles:
         if key := bisect_right(pressed, start):
             ends[key] = max(ends.get(key, 0), start + duration - pressed[key - 1])
-    return [[end] for end in ends.values()]
+    return {key: [end] for key, end in ends.items()}
 
 
 def crowd(address: str, clients: int, seconds: float) -> dict[str, Any]:

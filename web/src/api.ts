@@ -53,6 +53,7 @@ export interface Plan {
   shape: Shape;
   segments: { tile: Shape; crop: Shape }[];
   exact: boolean | null;
+  seconds?: number; // that a tile of the last segment takes here, of what is predicted now
 }
 
 // What is computed now. Boxes are y0, x0, y1, x1 in pixels of level 0; `grid` is the height and width of all tiles of the

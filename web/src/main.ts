@@ -76,6 +76,8 @@ async function begin(): Promise<void> {
         history.replaceState(null, "", `#slide=${stage.slide}&x=${round(place.x)}&y=${round(place.y)}&width=${round(place.width)}`);
       }, 300);
     },
+    (seconds) => panel.tellTooLong(seconds),
+    () => void pace(),
     (why) => tell(why, true),
     () => showPanel(),
     (x, y) => void panel.patchAt(x, y)?.then((told) => tell(told)),
@@ -88,6 +90,13 @@ async function begin(): Promise<void> {
       panel.show(...current);
       working.show(current[0]);
     }
+  }
+
+  // Take over what a tile has taken last.
+  async function pace(): Promise<void> {
+    const [number, info] = current!;
+    const { plans } = await api.live(number);
+    info.plans.forEach((plan) => { plan.seconds = plans.find((each) => each.of === plan.of && plan.seconds !== undefined)?.seconds ?? plan.seconds; });
   }
 
   function openRun(number: number): void {

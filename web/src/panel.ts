@@ -5,9 +5,10 @@ import type { Panes } from "./panes";
 import { isAttention, PatchList } from "./patches";
 import { called } from "./readout";
 import type { LayerState } from "./stage";
-import { workPlace } from "./working";
+import { duration, workPlace } from "./working";
 
 const AGREED = 1; // the id of pixels that are the same in both
+const LONGEST_S = 60; // that anybody is asked to wait for one view
 const VIRIDIS = ["#440154", "#472c7a", "#3b518b", "#2c718e", "#21908d", "#27ad81", "#5cc863", "#aadc32", "#fde725"];
 
 export function startingStates(info: SlideInfo): LayerState[] {
@@ -34,6 +35,7 @@ export class Panel {
   private lists = new Map<string, PatchList>(); // by what predicted
   private counted = new Map<string, Promise<api.Counts>>(); // by slide, layer and channel
   private slide = -1;
+  private long: number | undefined; // seconds that the view would take
 
   constructor(private readonly stage: Panes) {}
 
@@ -66,6 +68,21 @@ export class Panel {
       make("p", { class: "hint" }, make("kbd", {}, "?"), " lists all keys"),
     );
     panel.hidden = false;
+    this.tellTooLong(this.long);
+  }
+
+  // Say that the view is not predicted by itself, and what to do.
+  tellTooLong(seconds: number | undefined): void {
+    this.long = seconds;
+    document.body.classList.toggle("too-far", seconds !== undefined);
+    for (const place of document.querySelectorAll<HTMLElement>(".far")) {
+      const about = `To predict this view takes about ${duration(seconds ?? 0)} here. Zoom in, or predict the whole slide with “gigagrad predict”.`;
+      const [text, button] = [place.querySelector("p")!, place.querySelector("button")!];
+      if (text.textContent !== about) {
+        text.textContent = about;
+      }
+      button.hidden = (seconds ?? 0) > LONGEST_S;
+    }
   }
 
   toggle(index: number): string {
@@ -181,7 +198,7 @@ export class Panel {
       { class: state.on ? "layer" : "layer off", "aria-label": called(layer), hidden: !this.stage.shows(layer) },
       make("h2", {}, box, make("label", { for: `layer-${index}` }, layer.name, ...(layer.of ? [" ", make("small", {}, layer.of)] : [])), make("kbd", {}, key)),
       make("div", { class: "row" }, make("label", { for: `opacity-${index}` }, "Opacity"), opacity),
-      ...(layer.live ? [make("p", { class: "far" }, "Zoom in: it is computed for what is in view.")] : []),
+      ...(layer.live ? [make("div", { class: "far" }, make("p", {}), make("button", { type: "button", click: () => this.stage.wait(1.2 * this.long!) }, "Predict it now"))] : []),
       ...(layer.between.length ? [make("p", { class: "hint" }, layer.between.join(" and "))] : []),
       ...(layer.kind === "probabilities" ? this.shares(layer, index, draw) : this.kinds(layer, index, draw)),
       ...(isCounted(layer) ? [count] : []),

@@ -12,18 +12,21 @@ export class Panes {
   constructor(
     private readonly sources: string[],
     moved: (place: Place) => void,
+    tooLong: (seconds: number | undefined) => void,
+    predicted: () => void,
     waits: (why: string) => void,
     private readonly changed: () => void,
     clicked: (x: number, y: number) => void,
   ) {
-    const lacking = [false, false];
-    const lacks = (index: number) => (on: boolean) => {
-      lacking[index] = on;
-      document.body.classList.toggle("too-far", lacking.some(Boolean));
+    const lacking: (number | undefined)[] = [undefined, undefined];
+    const lacks = (index: number) => (seconds: number | undefined) => {
+      lacking[index] = seconds;
+      const found = lacking.filter((each) => each !== undefined);
+      tooLong(found.length ? Math.max(...found) : undefined);
     };
     this.stages = [
-      new Stage(at("stage"), at<HTMLCanvasElement>("grid-lines"), sources, true, moved, lacks(0), waits, clicked),
-      new Stage(at("stage-2"), at<HTMLCanvasElement>("grid-lines-2"), sources, false, () => undefined, lacks(1), waits, clicked),
+      new Stage(at("stage"), at<HTMLCanvasElement>("grid-lines"), sources, true, moved, lacks(0), predicted, waits, clicked),
+      new Stage(at("stage-2"), at<HTMLCanvasElement>("grid-lines-2"), sources, false, () => undefined, lacks(1), predicted, waits, clicked),
     ];
     this.stages[0].link(this.stages[1]);
     this.two = sources.length > 1;
@@ -80,6 +83,11 @@ export class Panes {
     if (this.two) {
       this.stages[1].show(number, info, states);
     }
+  }
+
+  // Predict views that take so long, too.
+  wait(seconds: number): void {
+    this.seen.forEach((stage) => stage.wait(seconds));
   }
 
   private get seen(): Stage[] {

@@ -9,6 +9,7 @@ export function tileSource(
   levels: Shape[],
   url: (level: number, x: number, y: number) => string,
   transparent: boolean,
+  requests: Requests,
 ): OpenSeadragon.TileSource {
   const last = levels.length - 1;
   const shape = (level: number) => levels[last - level]!;
@@ -41,6 +42,80 @@ export function tileSource(
     },
     getTileUrl: (level: number, x: number, y: number) => url(last - level, x, y),
     hasTransparency: () => transparent,
+    downloadTileStart: (job: Job) => requests.add(job),
   });
   return source;
+}
+
+// A tile that OpenSeadragon wants.
+interface Job {
+  src: string;
+  jobId: number | null;
+  tile: { bounds: OpenSeadragon.Rect; loading: boolean; tiledImage: OpenSeadragon.TiledImage & { viewer: OpenSeadragon.Viewer } };
+  finish: (data: HTMLImageElement, request: null, type: string) => void;
+  fail: (why: string) => void;
+}
+
+// Asks for tiles, `most` at a time: the nearest to the middle of the view first, and only what will be in view when it
+// has come to rest. OpenSeadragon would go on with all that it has begun.
+export class Requests {
+  private readonly waiting = new Set<Job>();
+  private readonly asked = new Map<Job, HTMLImageElement>();
+
+  constructor(private readonly most: number) {}
+
+  add(job: Job): void {
+    this.waiting.add(job);
+    this.next();
+  }
+
+  // Leave what is not in view any more.
+  prune(): void {
+    for (const job of [...this.waiting, ...this.asked.keys()].filter((each) => !Number.isFinite(away(each)))) {
+      const image = this.asked.get(job);
+      if (image) {
+        image.onload = image.onerror = null;
+        image.src = "";
+      }
+      this.waiting.delete(job);
+      this.asked.delete(job);
+      window.clearTimeout(job.jobId ?? undefined);
+      job.jobId = null;
+      job.tile.loading = false; // it is wanted again when it is in view again
+    }
+    this.next();
+  }
+
+  private next(): void {
+    while (this.asked.size < this.most && this.waiting.size) {
+      const [job, far] = [...this.waiting].map((each) => [each, away(each)] as const).reduce((one, other) => (other[1] < one[1] ? other : one));
+      if (!Number.isFinite(far)) {
+        return; // until the view moves
+      }
+      this.waiting.delete(job);
+      const image = new Image();
+      this.asked.set(job, image);
+      const over = (done: () => void) => () => {
+        this.asked.delete(job);
+        done();
+        this.next();
+      };
+      image.onload = over(() => job.finish(image, null, "image"));
+      image.onerror = over(() => job.fail("the server gives no picture"));
+      image.src = job.src;
+    }
+  }
+}
+
+// How far a tile is from the middle of the view, where that comes to rest; infinite outside of it.
+function away({ tile: { bounds, tiledImage } }: Job): number {
+  const { world, viewport } = tiledImage.viewer;
+  if (world.getIndexOfItem(tiledImage) < 0) {
+    return Infinity;
+  }
+  const [item, seen] = [tiledImage.getBounds(), viewport.getBounds()];
+  const x = item.x + (bounds.x + bounds.width / 2) * item.width - seen.x - seen.width / 2;
+  const y = item.y + (bounds.y + bounds.height / 2) * item.width - seen.y - seen.height / 2;
+  const outside = 2 * Math.abs(x) > seen.width + bounds.width * item.width || 2 * Math.abs(y) > seen.height + bounds.height * item.width;
+  return outside ? Infinity : Math.hypot(x, y);
 }

@@ -2,7 +2,7 @@ import OpenSeadragon from "openseadragon";
 import * as api from "./api";
 import { Lines, type Square, type View } from "./lines";
 import { Readout } from "./readout";
-import { tileSource } from "./source";
+import { Requests, tileSource } from "./source";
 
 export interface LayerState {
   on: boolean;
@@ -19,6 +19,10 @@ export interface Place {
 }
 
 const SHARP = 0.6; // of its level, pixels of a live layer that a pixel of the screen shows at least
+const PATIENT_S = 0.8; // of computing for a view that nobody has asked for; the rest of a second brings the pictures
+const AT_REST = 1.1; // a view that zooms is as good as there
+const REQUESTS = 6;
+const LIVE_REQUESTS = 3; // one is computed, others are drawn and on their way; the slide's tiles do not wait for them
 
 // The slide that is looked at, and what lies over it.
 export class Stage {
@@ -27,8 +31,11 @@ export class Stage {
   private number = -1;
   private images: (OpenSeadragon.TiledImage | undefined)[] = [];
   private drawnLevels: (number | undefined)[] = []; // of live layers
+  private older: OpenSeadragon.TiledImage[][] = []; // of live layers, shown until the newer one is there
+  private patience = PATIENT_S;
+  private readonly requests = new Requests(REQUESTS);
+  private readonly liveRequests = new Requests(LIVE_REQUESTS);
   private states: LayerState[] = [];
-  private placed = 0;
   private slow = 0;
   private readonly lines: Lines;
   private readonly readout = new Readout();
@@ -40,7 +47,8 @@ export class Stage {
     private readonly sources: string[],
     private readonly first: boolean, // of two; it tells place, values and scale for both
     private readonly moved: (place: Place) => void,
-    private readonly liveLacks: (lacks: boolean) => void,
+    private readonly tooLong: (seconds: number | undefined) => void, // a view would take, if it would
+    private readonly predicted: () => void, // all of a view
     private readonly waits: (why: string) => void,
     clicked: (x: number, y: number) => void,
   ) {
@@ -66,7 +74,7 @@ export class Stage {
       maxZoomPixelRatio: 16,
       minZoomImageRatio: 0.6,
       visibilityRatio: 0.4,
-      imageLoaderLimit: 6,
+      imageLoaderLimit: 0, // ours are in requests
       timeout: 120000,
       imageSmoothingEnabled: true,
       gestureSettingsMouse: { clickToZoom: false, dblClickToZoom: true },
@@ -193,12 +201,13 @@ export class Stage {
     this.states = states;
     this.images = [];
     this.drawnLevels = [];
+    this.older = [];
     this.lines.square = undefined;
     this.lines.works = [];
     this.lines.segment = -1;
     this.viewer.close();
     const source = tileSource(info.width, info.height, info.tile, info.levels, (level, x, y) =>
-      api.tile(number, 0, level, x, y, ""), false);
+      api.tile(number, 0, level, x, y, ""), false, this.requests);
     this.viewer.addOnceHandler("open", () => {
       // The panel that has come beside it has made it smaller, which the viewer has not seen yet.
       this.viewer.viewport.resize(new OpenSeadragon.Point(this.element.clientWidth, this.element.clientHeight));
@@ -230,13 +239,17 @@ export class Stage {
     const live = layer.live ? this.liveLevel(layer) : undefined;
     this.images[index] = undefined;
     this.drawnLevels[index] = live;
+    const older = [...(this.older[index] ?? []), ...(old ? [old] : [])];
+    const remove = () => {
+      older.splice(0).forEach((each) => this.viewer.world.removeItem(each));
+      this.liveRequests.prune();
+    };
+    this.older[index] = older;
     if (layer.live) {
       this.tellWhatLacks();
     }
     if (!state.on || !this.shows(layer) || (layer.live && live === undefined)) {
-      if (old) {
-        this.viewer.world.removeItem(old);
-      }
+      remove();
       return;
     }
     const [x, y, width, height] = layer.part ?? [0, 0, info.width, info.height];
@@ -244,7 +257,7 @@ export class Stage {
     const number = this.number;
     const levels = live === undefined ? layer.levels : [layer.levels[live]!];
     const source = tileSource(width, height, info.tile, levels, (level, column, row) =>
-      api.tile(number, index + 1, live ?? level, column, row, style), true);
+      api.tile(number, index + 1, live ?? level, column, row, style), true, layer.live ? this.liveRequests : this.requests);
     this.viewer.addTiledImage({
       tileSource: source,
       x: x / info.width,
@@ -263,19 +276,28 @@ export class Stage {
           this.viewer.world.removeItem(newer);
         }
         this.images[index] = event.item;
-        if (layer.live) {
+        if (!layer.live) {
+          remove();
+          return;
+        }
+        const computing = () => {
           window.clearTimeout(this.slow);
           this.slow = window.setTimeout(() => this.waits("The network is computing …"), 1500);
-          event.item.addOnceHandler("fully-loaded-change", () => {
-            window.clearTimeout(this.slow);
-            this.waits("");
-          });
-        }
-        if (old && layer.live) {
-          event.item.addOnceHandler("fully-loaded-change", () => this.viewer.world.removeItem(old));
-        } else if (old) {
-          this.viewer.world.removeItem(old);
-        }
+        };
+        computing();
+        event.item.addHandler("fully-loaded-change", ({ fullyLoaded }) => {
+          if (this.images[index] !== event.item) {
+            return;
+          }
+          if (!fullyLoaded) {
+            computing();
+            return;
+          }
+          window.clearTimeout(this.slow);
+          this.waits("");
+          remove();
+          this.predicted();
+        });
       },
     } as unknown as OpenSeadragon.TileSourceSpecifier);
   }
@@ -318,26 +340,57 @@ export class Stage {
     this.images[index]?.setOpacity(this.states[index]!.opacity);
   }
 
-  // Predictions are computed for what is in view, at the one level that is drawn; none where that would be much.
+  // Predictions are computed for what will be in view, at the one level that is drawn; none where that takes long.
   private liveLevel(layer: api.LayerInfo): number | undefined {
-    const seen = this.place();
+    const level = this.levelFor(layer);
+    return level === undefined || this.seconds(level, layer) > this.patience ? undefined : level;
+  }
+
+  private levelFor(layer: api.LayerInfo): number | undefined {
+    const seen = this.place(false);
     if (!seen || !this.info) {
       return undefined;
     }
     const share = seen.width / this.info.width;
     const screen = this.element.clientWidth * window.devicePixelRatio;
-    const enough = layer.levels.flatMap(([, width], level) => (width * share >= SHARP * screen ? [level] : []));
-    const level = enough.length ? enough[enough.length - 1]! : 0;
-    const finer = level === layer.levels.length - 1 && layer.levels[level]![1] * share > 2 * SHARP * screen;
-    return finer ? undefined : level;
+    return Math.max(0, layer.levels.filter(([, width]) => width * share >= SHARP * screen).length - 1);
   }
 
-  place(): Place | undefined {
+  // The networks that predict now, here and beside it.
+  private get networks(): string[] {
+    return this.liveLayers.flatMap((index) => [this.info!.layers[index]!.of, ...this.info!.layers[index]!.between]);
+  }
+
+  // How long they take for what will be in view: for each tile of their plans that it meets, as whole tiles of the page.
+  private seconds(level: number, { levels }: api.LayerInfo): number {
+    const [info, seen] = [this.info!, this.place(false)!];
+    const side = (info.tile * info.width) / levels[level]![1];
+    const tall = (seen.width * this.element.clientHeight) / this.element.clientWidth;
+    const met = (middle: number, size: number, whole: number, tile: number) => {
+      const first = Math.floor(Math.max(0, middle - size / 2) / side) * side;
+      const last = Math.min(whole, Math.ceil((middle + size / 2) / side) * side);
+      return last > first ? Math.ceil(last / tile) - Math.floor(first / tile) : 0;
+    };
+    const networks = [...this.networks, ...(this.other?.viewer.isOpen() ? this.other.networks : [])];
+    const plans = info.plans.filter((plan) => plan.seconds && plan.segments.length && networks.includes(plan.of));
+    return plans.reduce((total, { segments, seconds }) => {
+      const [high, wide] = segments[segments.length - 1]!.tile;
+      return total + seconds! * met(seen.y, tall, info.height, high) * met(seen.x, seen.width, info.width, wide);
+    }, 0);
+  }
+
+  // Predict views that take so long, too.
+  wait(seconds: number): void {
+    this.patience = Math.max(this.patience, seconds);
+    this.changed();
+  }
+
+  place(now = true): Place | undefined {
     const item = this.viewer.world.getItemAt(0);
     if (!item || !this.info) {
       return undefined;
     }
-    const bounds = this.viewer.viewport.getBounds(true);
+    const bounds = this.viewer.viewport.getBounds(now);
     const size = this.info.width;
     return { x: (bounds.x + bounds.width / 2) * size, y: (bounds.y + bounds.height / 2) * size, width: bounds.width * size };
   }
@@ -395,11 +448,15 @@ export class Stage {
     if (this.first) {
       this.readout.scale(ratio, info.mpp);
     }
-    const late = this.liveLayers.filter((index) => this.liveLevel(info.layers[index]!) !== this.drawnLevels[index]);
-    window.clearTimeout(this.placed);
-    if (late.length) {
-      this.placed = window.setTimeout(() => late.forEach((index) => this.draw(index)), 60);
+    const zooms = seen.width / this.place(false)!.width;
+    for (const index of this.liveLayers) {
+      const level = this.liveLevel(info.layers[index]!);
+      if (level !== this.drawnLevels[index] && (level === undefined || (zooms < AT_REST && zooms > 1 / AT_REST))) {
+        this.draw(index);
+      }
     }
+    this.requests.prune();
+    this.liveRequests.prune();
     this.tellWhatLacks();
     this.drawLines();
     this.moved(seen);
@@ -412,7 +469,8 @@ export class Stage {
   }
 
   private tellWhatLacks(): void {
-    this.liveLacks(this.liveLayers.some((index) => this.liveLevel(this.info!.layers[index]!) === undefined));
+    const lacking = this.liveLayers.map((index) => this.info!.layers[index]!).filter((layer) => this.liveLevel(layer) === undefined);
+    this.tooLong(lacking.length ? Math.max(...lacking.map((layer) => this.seconds(this.levelFor(layer) ?? 0, layer))) : undefined);
   }
 
   private smoothed = true;

@@ -104,7 +104,7 @@ export function words(work: api.Work): string {
   return [job, work.name, ...tile].filter(Boolean).join("\n");
 }
 
-function duration(seconds: number): string {
+export function duration(seconds: number): string {
   return seconds < 90 ? `${Math.max(1, Math.round(seconds))} s` : seconds < 5400 ? `${Math.round(seconds / 60)} min` : `${(seconds / 3600).toFixed(1)} h`;
 }
 

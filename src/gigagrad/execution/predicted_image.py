@@ -39,6 +39,8 @@ class PredictedImage(Image):
         dtype = torch.empty(0, dtype=self._torch_dtype).numpy().dtype
         super().__init__(shape=(channels, height, width), dtype=dtype, name=name, mpp=mpp, cache_bytes=_KEPT_BYTES)
         self.plan = plan
+        self.computed = 0
+        """Tiles that were computed, those that no longer stay included."""
         self._run, self._node, self._held = run, node.id, held
         self._begun: tuple[Grid, _Compute] | None = None
         self._tiles: OrderedDict[int, Array] = OrderedDict()
@@ -57,6 +59,7 @@ class PredictedImage(Image):
             missing = [tile for tile in wanted if tile not in found]
             for tile, (_, crop) in zip(missing, compute(grid[tile] for tile in missing), strict=True):
                 found[tile] = crop[0].to("cpu", self._torch_dtype).numpy()
+            self.computed += len(missing)
             self._keep(found)
         for tile, computed in found.items():
             own = grid[tile].wanted(self._node)

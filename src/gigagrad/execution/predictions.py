@@ -110,12 +110,17 @@ class Predictions:
             else:
                 prepared = self.planner.prepare(captured.graph, sources, Handed(), backward=False)
             stored, draws = stored_in(self.composite, prepared.graph), self.draws(prepared)
-            run = held.enter_context(Run(prepared, sources, stored, self.events, backward=False, draws=draws))
+            # Whoever reads boxes does other things, too, for which the plan has no bytes: giving back memory for each
+            # tile on their account takes as long as computing it.
+            plan = prepared.plan
+            peak = plan.budget_bytes or plan.predicted_peak_bytes + (self.device.free_bytes() or 0)
+            run = Run(prepared, sources, stored, self.events, backward=False, draws=draws, peak_bytes=peak)
+            held.enter_context(run)
             node = prepared.graph[prepared.graph.output]
             seen = _image_of_its_size(node, sources)
             name = getattr(sources["image"].image, "name", "prediction")
             mpp = None if seen is None else seen.mpp
-            return PredictedImage(run, prepared.plan, node, name, mpp, held.pop_all())
+            return PredictedImage(run, plan, node, name, mpp, held.pop_all())
 
 
 def delivers_image(graph: Graph) -> bool:

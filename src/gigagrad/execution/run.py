@@ -68,11 +68,12 @@ class Run:
         ranks: Ranks | None = None,
         journal: Path | None = None,
         within: Within | None = None,
+        peak_bytes: int | None = None,
     ) -> None:
         """Prepare a run; `draws`: what random operators draw from, `seeds`: what some have drawn. `ranks`: who computes
         this run's chunks, all with the same plan; by itself unless others are named. `journal`: a folder where finished
         chunks are written down, until the run is over. `within`: the part of the output that is wanted, all of it where
-        None.
+        None. `peak_bytes`: what the process may hold meanwhile, the plan's peak where None.
         """
         ranks = ranks or SingleRank()
         plan, device = prepared.plan, prepared.device
@@ -93,7 +94,7 @@ class Run:
         place = None if journal is None else journal / key_of(prepared, self._scalars, draws, overflows)
         self.journal, self._first = Journal(place), ranks.index == 0
         device.let_go()
-        self._watch = device.memory_guard(plan.predicted_peak_bytes, plan.budget_bytes)
+        self._watch = device.memory_guard(peak_bytes or plan.predicted_peak_bytes, plan.budget_bytes)
         memory = Memory(prepared, self._watch, self._executor, events)
         needed = None if within is None else needed_tiles(prepared, within)
         self._progress = Progress(prepared, events, needed)

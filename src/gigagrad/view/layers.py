@@ -5,9 +5,11 @@ from __future__ import annotations
 import io
 import re
 from collections.abc import Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache
 from math import prod
+from threading import Event
 from typing import Any, Final, Literal, Self
 
 import numpy as np
@@ -34,6 +36,9 @@ _VIRIDIS: Final = (
 """Matplotlib's colour map viridis (CC0) at nine places: as even in grey as in colours."""
 _SEEN_FROM: Final = 0.25
 """Probabilities from here on are drawn opaque, and smaller ones the fainter the smaller they are."""
+
+LEFT: ContextVar[Event | None] = ContextVar("LEFT", default=None)
+"""Set where whoever asked for a picture has left: what is not begun need not be computed."""
 
 ERRORS: Final = (
     MaskClass(AGREED, "right", (0, 158, 115)),

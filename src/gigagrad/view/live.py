@@ -2,15 +2,18 @@
 
 They hold the bytes that `predict` would write of the whole slide: `Engine.at` computes the same tiles. Where its plan
 computes for long before the first of them, as those of deep networks do, another plan shows them at once, and may round
-in the last digits otherwise; the page says so.
+in the last digits otherwise; the page says so. The page predicts as far out as a screen stays within a second: by the
+plan's seconds of a tile, and by what the last tiles took here.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import CancelledError, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from math import log2, prod
 from pathlib import Path
+from time import perf_counter
 from typing import Any, Final, TypeVar
 
 import numpy as np
@@ -32,14 +35,16 @@ from gigagrad.models.networks import check_intensities
 from gigagrad.prediction.classes import Channels
 from gigagrad.prediction.outputs import probability_bytes
 from gigagrad.prediction.predict import Predictor
-from gigagrad.view.layers import Layer
+from gigagrad.view.layers import LEFT, Layer
 from gigagrad.view.plans import on_slide
-from gigagrad.view.pyramids import ImagePyramid
+from gigagrad.view.pyramids import TILE, ImagePyramid
 
 Result = TypeVar("Result")
 
-_COARSEST: Final = 2
-"""Halvings up to which what is in view is predicted: 16 pixels for each one of the screen."""
+_MOST_TILE_SECONDS: Final = 10.0
+"""The most that a tile of the page's coarsest level takes, by the cost model."""
+_FORGOTTEN: Final = 0.1
+"""The part of what earlier reads took that each read forgets."""
 
 _MOST_BEFORE_SECONDS: Final = 10.0
 """The most that a plan may compute before the first tile is there, by the cost model: whatever else runs here now."""
@@ -66,6 +71,7 @@ class Live:
         self.work = Work()
         """The slide and the tiles that it computes now."""
         self._typed = bool(classes)
+        self._took = self._foretold = 1.0
         if isinstance(model, Engine):
             if memory is not None or device is not None or trust:
                 raise ConfigError("an engine has its memory, device and model already; leave memory, device, trust out")
@@ -90,6 +96,16 @@ class Live:
             self._level, self._threshold = config.resolved_level, config.threshold
         self._thread = ThreadPoolExecutor(1, "gigagrad-network")
 
+    @property
+    def pace(self) -> float:
+        """Seconds that the last tiles took for each that the cost model foretold."""
+        return self._took / self._foretold
+
+    def measured(self, took: float, foretold: float) -> None:
+        """Learn from seconds that tiles took, of which so many were foretold."""
+        self._took = (1 - _FORGOTTEN) * self._took + took
+        self._foretold = (1 - _FORGOTTEN) * self._foretold + foretold
+
     @contextmanager
     def working_on(self, slide: SlideBegun) -> Iterator[None]:
         """Say in the block what the engine computes of a slide."""
@@ -97,12 +113,21 @@ class Live:
             yield
 
     def call(self, work: Callable[[], Result]) -> Result:
-        """Do work in the network's thread."""
-        return self._thread.submit(work).result()
+        """Do work in the network's thread. Raises `CancelledError` where whoever asked has left before it begins."""
+        left = LEFT.get()
 
-    def layers(self, slide: Image, row: Row, held: ExitStack) -> tuple[tuple[Layer, ...], dict[str, Any]]:
-        """Make the layers of an open slide, and say where the tiles of the plan lie, in pixels of level 0; what they
-        hold is closed with `held`. Raises as `predict` of the slide.
+        def wanted() -> Result:
+            if left is not None and left.is_set():
+                raise CancelledError
+            return work()
+
+        return self._thread.submit(wanted).result()
+
+    def layers(
+        self, slide: Image, row: Row, held: ExitStack
+    ) -> tuple[tuple[Layer, ...], Callable[[], dict[str, Any]]]:
+        """Make the layers of an open slide, and what says where the tiles of the plan lie, in pixels of level 0, and
+        how many seconds one takes; what they hold is closed with `held`. Raises as `predict` of the slide.
         """
         engine = self._engine
         own = held.enter_context(slide.at_level(self._level)) if self._level else slide
@@ -117,19 +142,24 @@ class Live:
             )
         channels = Channels.of(logits.channels, self._loss)
         named = channels.classes(self._table, typed=self._typed)
-        computed = _Computed(logits, self, row.begun(own))
+        last = next(reversed(plan.segments), None)
+        seconds = 0.0 if last is None else last.forward_seconds / last.tile_count
+        computed = _Computed(logits, self, row.begun(own), seconds)
         # What comes before the first tile, while nobody waits for it.
-        self._thread.submit(computed.read_here, Box.whole(1, 1))
+        self._thread.submit(computed.read_here, Box.whole(1, 1), measured=False)
         classes = tuple(kind for kind in named if kind.id)
-        ids = ImagePyramid(_Ids(computed, channels, self._threshold), ids=True, coarsest=_COARSEST)
-        shares = ImagePyramid(_Probabilities(computed, channels), coarsest=_COARSEST)
+        finest = 0.0 if last is None else last.forward_seconds * TILE**2 / prod(own.shape[1:])
+        coarsest = int(max(0, log2(_MOST_TILE_SECONDS / finest) // 2)) if finest else None
+        ids = ImagePyramid(_Ids(computed, channels, self._threshold), ids=True, coarsest=coarsest)
+        shares = ImagePyramid(_Probabilities(computed, channels), coarsest=coarsest)
         layers = (
             Layer("Prediction now", "classes", ids, classes, live=True, of=self.name),
             Layer("Probabilities now", "probabilities", shares, named, live=True, of=self.name),
         )
         full = slide.levels[0].shape
         segments = [on_slide(each.tile, each.shape, each.crop, each.read_shape, full) for each in plan.segments]
-        return layers, {"of": self.name, "shape": own.shape[1:], "segments": segments, "exact": exact}
+        told = {"of": self.name, "shape": own.shape[1:], "segments": segments, "exact": exact}
+        return layers, lambda: {**told, "seconds": seconds * self.pace}
 
     def _prediction(self, seen: Image) -> tuple[PredictedImage, bool]:
         """Open the prediction of an image, and say whether its bits are those of a whole one."""
@@ -141,19 +171,23 @@ class Live:
 
 
 class _Computed(View):
-    """The output of the network, read in its thread."""
+    """The output of the network, read in its thread; `seconds` are those of a tile by the cost model."""
 
-    def __init__(self, logits: Image, live: Live, slide: SlideBegun) -> None:
+    def __init__(self, logits: PredictedImage, live: Live, slide: SlideBegun, seconds: float) -> None:
         super().__init__(logits)
-        self._live, self._slide = live, slide
+        self._logits, self._live, self._slide, self._seconds = logits, live, slide, seconds
 
     def _read_inside(self, box: Box) -> Array:
         return self._live.call(lambda: self.read_here(box))
 
-    def read_here(self, box: Box) -> Array:
-        """Read in the network's thread, and say so meanwhile."""
+    def read_here(self, box: Box, *, measured: bool = True) -> Array:
+        """Read in the network's thread, and say so meanwhile; learn from what it took if `measured`."""
+        before, start = self._logits.computed, perf_counter()
         with self._live.working_on(self._slide):
-            return np.asarray(self._image.read(box))
+            pixels = np.asarray(self._logits.read(box))
+        if measured and (tiles := self._logits.computed - before):
+            self._live.measured(perf_counter() - start, tiles * self._seconds)
+        return pixels
 
 
 class _Probabilities(View):

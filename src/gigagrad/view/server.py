@@ -12,8 +12,9 @@ import ipaddress
 import json
 import secrets
 import socket
+import threading
 from collections.abc import Callable, Collection, Mapping
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 from contextlib import AbstractContextManager
 from pathlib import PurePosixPath
 from typing import Any, Final, TypeVar
@@ -25,7 +26,7 @@ from gigagrad.images.pixels import Array, TileCache
 from gigagrad.threads import SideThreads
 from gigagrad.view.catalog import Catalog
 from gigagrad.view.curves import read_curves
-from gigagrad.view.layers import Style
+from gigagrad.view.layers import LEFT, Style
 from gigagrad.view.plans import work_on, works_of
 from gigagrad.view.slides import Opened, Slides
 
@@ -218,17 +219,30 @@ class _Answers:
         async with self._free:
             if await request.is_disconnected():  # somebody has zoomed past it
                 return Response(status_code=499)
-            done = Future[Response]()
-            self._threads.submit(_settle, done, work)
-            return await asyncio.wrap_future(done)
+            done, left = Future[Response](), threading.Event()
+            self._threads.submit(_settle, done, work, left)
+            answer, leaving = asyncio.wrap_future(done), asyncio.ensure_future(_leaves(request))
+            await asyncio.wait((answer, leaving), return_when=asyncio.FIRST_COMPLETED)
+            leaving.cancel()
+            left.set()
+            return await answer
 
 
-def _settle(done: Future[Response], work: Callable[[], Response]) -> None:
+async def _leaves(request: Request) -> None:
+    """Wait until whoever asked has left."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+def _settle(done: Future[Response], work: Callable[[], Response], left: threading.Event) -> None:
     """Give what work makes, or raises; of an error that a user can mend an answer with its text."""
     if not done.set_running_or_notify_cancel():  # nobody waits any more
         return
+    LEFT.set(left)
     try:
         done.set_result(work())
+    except CancelledError:
+        done.set_result(Response(status_code=499))
     except (GigagradError, OSError) as error:
         done.set_result(PlainTextResponse(f"{error}\n", 422))
     except BaseException as error:

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from gigagrad.view.live import Live
 
 _MOST_CLIENTS: Final = 256
+_WAITING: Final = 3
+"""Threads for each network, in which pictures wait for it; those of slides do not wait with them."""
 _LOOPBACK: Final = ("127.0.0.1", "::1", "localhost")
 
 
@@ -103,7 +105,8 @@ def ready(
     from gigagrad.view.server import application, new_token
 
     page, token = read_page(), new_token()
-    app = application(catalog, slides, page, token=token, host=host, threads=os.cpu_count() or 1, framed=framed)
+    threads = (os.cpu_count() or 1) + _WAITING * len(slides.live)
+    app = application(catalog, slides, page, token=token, host=host, threads=threads, framed=framed)
     with contextlib.closing(slides), _listening(host, port) as listening:
         config = uvicorn.Config(
             app,

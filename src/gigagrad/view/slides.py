@@ -53,8 +53,8 @@ class Opened:
         can't be read; of a layer that can't, `problems` has the reason."""
         item.check_same()
         self.item, self.problems = item, list[str]()
-        self.plans: list[dict[str, Any]] = []
-        """Sizes of the tiles of each network's plan."""
+        self._plans: list[Callable[[], dict[str, Any]]] = []
+        """What tells of each network's plan."""
         self._patches: dict[int, Patches] = {}
         self._live, self._lock, self._files = live, threading.Lock(), ExitStack()
         try:
@@ -81,7 +81,7 @@ class Opened:
                     self.problems.append(f"{live.name}: {error}" if live.name else str(error))
                     continue
                 self.layers += layers
-                self.plans.append(plan)
+                self._plans.append(plan)
             self.layers += tuple(_differences([layer for layer in self.layers if layer.live])) if self._live else ()
             self._live = ()
 
@@ -221,11 +221,11 @@ class Opened:
         }
 
     def describe_live(self) -> dict[str, Any]:
-        """Say the same of the layers that are predicted now, and where the tiles of their plans lie."""
+        """Say the same of the layers that are predicted now, where the tiles of their plans lie and what one takes."""
         before = len(self.problems)
         self.predict()
         layers = [_described(layer) for layer in self.layers if layer.live]
-        return {"layers": layers, "plans": self.plans, "problems": self.problems[before:]}
+        return {"layers": layers, "plans": [tell() for tell in self._plans], "problems": self.problems[before:]}
 
     def patches(self, number: int) -> Patches | None:
         """Read the patches of the prediction with that number among those that have any; None where there is none.
