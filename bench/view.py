@@ -93,7 +93,7 @@ def measure(words: list[str], *, live: bool, clients: int, seconds: float) -> di
                     browser.wait(f"{_LIVE} !== undefined", 300)
                     browser.evaluate(f"{_LIVE}.control.click()")
                 pressed, widths = list[float](), list[float]()
-                for key in 2 * (*(_LIVE_WALK if live else _WALK), "0"):
+                for key in (*_LIVE_WALK, "0") if live else 2 * (*_WALK, "0"):
                     pressed.append(browser.evaluate("performance.now()"))
                     browser.key(key)
                     time.sleep(1.5 if live else 0.5)

@@ -1,6 +1,8 @@
 """What is predicted in view is what the whole slide's prediction holds there, bit for bit."""
 
+import asyncio
 import io
+import threading
 
 import numpy as np
 import pytest
@@ -19,6 +21,7 @@ from gigagrad.models import Normalise
 from gigagrad.view.catalog import find
 from gigagrad.view.live import Live
 from gigagrad.view.pyramids import TILE
+from tests.view.conftest import TOKEN
 
 
 def test_tiles_hold_the_bytes_that_predict_writes(serve, predicted, network_dir, jpeg_slide):
@@ -113,6 +116,59 @@ def test_what_the_network_computes_is_told_meanwhile(serve, network_dir, jpeg_sl
     assert (told["of"], told["slide"], told["name"]) == ("what is in view", 0, "small.tif")
     assert told["boxes"] == [[0, 0, 700, 900]]
     assert client.get("now").json() == []
+
+
+def test_what_a_tile_takes_is_what_the_last_ones_took_here(serve, network_dir, jpeg_slide):
+    live = Live(network_dir)
+    client = serve(jpeg_slide, live=[live])
+    foretold = client.get("slides/0/live").json()["plans"][0]["seconds"]
+    assert foretold > 0
+    live.measured(9.9, 0.0)  # beside a second that was foretold and taken
+    assert client.get("slides/0/live").json()["plans"][0]["seconds"] == pytest.approx(foretold * 10.8 / 0.9)
+    before = live.pace
+    assert client.get("slides/0/1/0/0/0").status_code == 200
+    after = live.pace
+    assert after != before
+    assert client.get("slides/0/2/0/0/0").status_code == 200
+    assert live.pace == after, "a tile that is there already says nothing"
+
+
+def test_how_far_out_levels_go_is_the_plans_to_say(serve, network_dir, jpeg_slide, monkeypatch):
+    def levels():
+        return len(serve(jpeg_slide, live=[Live(network_dir)]).get("slides/0/live").json()["layers"][0]["levels"])
+
+    assert levels() == 2, "until one tile holds it all"
+    monkeypatch.setattr("gigagrad.view.live._MOST_TILE_SECONDS", 1e-9)
+    assert levels() == 1
+
+
+def test_what_nobody_waits_for_any_more_is_not_computed(serve, network_dir, jpeg_slide):
+    live, go = Live(network_dir), threading.Event()
+    client = serve(jpeg_slide, live=[live])
+    client.get("slides/0/live")
+    live.call(lambda: None)
+    asked = [{"type": "http.request", "body": b""}]
+    answers, computed = [], []
+    live.measured = lambda took, foretold: computed.append(took)
+    path = f"/{TOKEN}/slides/0/1/0/0/1"
+    scope = {"type": "http", "method": "GET", "scheme": "http", "path": path, "query_string": b""}
+    scope |= {"headers": [(b"host", b"127.0.0.1:8000")], "http_version": "1.1", "server": ("127.0.0.1", 8000)}
+
+    async def receive():
+        if asked:
+            return asked.pop()
+        live._thread.submit(go.set)  # behind what was asked for, and what that waits for
+        return {"type": "http.disconnect"}
+
+    async def send(message):
+        answers.append(message)
+
+    waiting = live._thread.submit(go.wait, 0.5)  # what was asked for before
+    asyncio.run(client.app(scope, receive, send))
+    waiting.result()
+    assert [message["status"] for message in answers if "status" in message] == [499]
+    assert not computed
+    assert client.get("slides/0/1/0/0/1").status_code == 200, "somebody else may ask for it"
 
 
 def test_where_two_networks_differ_is_a_layer_of_its_own(serve, network_dir, jpeg_slide):

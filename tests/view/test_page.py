@@ -26,7 +26,7 @@ from gigagrad.view.catalog import find
 from gigagrad.view.live import Live
 from gigagrad.view.page import read_page
 from gigagrad.view.server import application, new_token
-from gigagrad.view.slides import Slides
+from gigagrad.view.slides import Opened, Slides
 from tests.view.browser import AXE, PROGRAM, Browser
 from tests.view.test_patches import tile
 
@@ -110,6 +110,30 @@ DRAWN = """(() => {
 def drawn_at(browser, x, y):
     """The colour on the screen, of pixels relative to the slide's canvas."""
     return browser.evaluate(DRAWN % (x, y))
+
+
+@pytest.mark.slow
+@needs_page
+@needs_browser
+def test_a_view_that_takes_long_is_predicted_when_it_is_asked_for(network_dir, jpeg_slide, monkeypatch):
+    told = Opened.describe_live
+
+    def slow(self):
+        found = told(self)
+        return {**found, "plans": [{**plan, "seconds": 10.0} for plan in found["plans"]]}
+
+    monkeypatch.setattr(Opened, "describe_live", slow)
+    with serving([jpeg_slide], [], [Live(network_dir)]) as address, Browser() as opened:
+        opened.open(address)
+        opened.wait("document.querySelectorAll('.layer').length >= 2")
+        opened.evaluate("document.getElementById('layer-0').click()")
+        opened.wait("document.querySelector('.layer:not(.off) .far p').textContent.includes('about 10 s')")
+        assert opened.evaluate("getComputedStyle(document.querySelector('.far')).display") == "block"
+        assert not [each for each in opened.answers if "/slides/0/1/" in each["url"]]
+        opened.evaluate("document.querySelector('.layer:not(.off) .far button').click()")
+        opened.wait("getComputedStyle(document.querySelector('.far')).display === 'none'")
+        opened.wait("performance.getEntriesByType('resource').some((each) => each.name.includes('/slides/0/1/'))")
+        assert not opened.problems
 
 
 _NAMELESS = """[...document.querySelectorAll('button, input, select, [role]')].filter((each) =>

@@ -173,3 +173,30 @@ def test_of_several_runs_the_networks_predict_and_a_run_without_one_is_told(
     assert told[1].startswith("1 slide and 3 runs at http")
     served(monkeypatch, tmp_path / "one")
     assert made[1] == [], "a run by itself shows its curves; its network is asked for by --model"
+
+
+_ENDED_BY = """
+import os, signal, sys
+import uvicorn
+from gigagrad.cli import main
+from gigagrad.view import serving
+
+serving.read_page = dict
+
+class Server(uvicorn.Server):
+    async def startup(self, sockets=None):
+        await super().startup(sockets)
+        os.kill(os.getpid(), getattr(signal, sys.argv[1]))
+
+uvicorn.Server = Server
+sys.exit(main(["view", sys.argv[2], "--no-browser"]))
+"""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="has no such signals")
+@pytest.mark.parametrize("signal", ["SIGINT", "SIGTERM"])
+def test_a_signal_ends_it_quietly(signal, jpeg_slide):
+    """It has nothing to go on from."""
+    command = [sys.executable, "-c", _ENDED_BY, signal, str(jpeg_slide)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+    assert (done.returncode, done.stderr) == (0, "")

@@ -232,6 +232,37 @@ def test_of_a_folder_of_folders_those_are_shown(study):
     assert only.row.slide == study / "masks" / "small.tif", "a folder that was named is taken at its word"
 
 
+def test_what_lies_deeper_is_found_and_what_is_passed_over_is_told(study, jpeg_slide, tmp_path):
+    """As a project has it: `runs/first`, cohorts of several sites, links to a disk."""
+    home = tmp_path / "home"
+    (home / "runs" / "first").mkdir(parents=True)
+    (home / "runs" / "first" / "metrics.jsonl").write_text("")
+    study.rename(home / "site")
+    for place in ("other/slides", "a/b/c/d/slides"):
+        (home / place).mkdir(parents=True)
+        (home / place / "small.tif").write_bytes(jpeg_slide.read_bytes())
+    (home / "loop").symlink_to(home)
+    (home / "site" / "predictions" / "predictions.json").unlink()
+    shutil.rmtree(home / "site" / "predictions" / "records")
+    catalog = find([home])
+    assert [run.name for run in catalog.runs] == ["runs/first", "site/run"]
+    assert {"runs/first", "site/slides", "other/slides"} < set(catalog.parts)
+    assert {"a/b/c/d (too deep)", "site/elsewhere (a link to elsewhere)"} <= set(catalog.passed)
+    labels = {item.row.slide.relative_to(home).as_posix(): len(item.labels) for item in catalog.items}
+    assert labels["site/slides/small.tif"] == 1
+    assert labels["other/slides/small.tif"] == 0, "masks of one site are not those of another"
+    assert not any(path.startswith("a/") for path in labels)
+    with pytest.raises(ConfigError, match=r"where a/b/c/d \(too deep\) was passed over"):
+        find([_empty(tmp_path)])
+
+
+def _empty(folder):
+    """A folder of nothing but folders, too many below each other."""
+    deepest = folder / "empty" / "a" / "b" / "c" / "d"
+    deepest.mkdir(parents=True)
+    return folder / "empty"
+
+
 def test_a_table_of_the_folder_says_which_mask_belongs_to_which_slide(study):
     (study / "cohort.csv").write_text("slide,mask\nslides/small.tif,masks/small.tif\n")
     catalog = find([study])

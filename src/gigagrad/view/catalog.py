@@ -7,7 +7,7 @@ link that was named itself is its user's word. A file that has become a link sin
 from __future__ import annotations
 
 import dataclasses
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -29,6 +29,9 @@ from gigagrad.masks import ClassTable
 METRICS: Final = "metrics.jsonl"
 """The file of a run that says that a folder is one, and has its curves."""
 _MASKS_OF: Final = (".tif", ".tiff", ".png", ".zarr", ".geojson", ".json", ".xml", ".gz", ".zip")
+_DEEPEST: Final = 3
+_MOST_FOLDERS: Final = 1000
+"""How far below a folder, and in how many folders, slides and runs are looked for."""
 _MASK_FOLDERS: Final = ("annotations", "labels", "masks")
 """Names of folders that hold no slides, whatever the suffixes of their files."""
 
@@ -125,12 +128,13 @@ class Run:
 class Catalog:
     """Everything that a command named; slides and runs are asked for by their numbers.
 
-    `parts` names what was found one below a folder that holds nothing itself.
+    `parts` names what was found below a folder that holds nothing itself, `passed` what was not looked into, and why.
     """
 
     items: tuple[Item, ...]
     runs: tuple[Run, ...]
     parts: tuple[str, ...] = ()
+    passed: tuple[str, ...] = ()
 
     @property
     def folders(self) -> tuple[tuple[str, Path], ...]:
@@ -147,7 +151,7 @@ def find(
     classes: Sequence[str] = (),
 ) -> Catalog:
     """Find slides and runs of `sources`: slides, folders of them, cohort files, folders of `predict` and `fit`; of a
-    folder that is none of these, what lies one below it. An image that is open is a slide.
+    folder that is none of these, what lies up to three folders below it. An image that is open is a slide.
 
     `masks` are files of one slide, or folders with files called by the slides; `predictions` a folder that `predict`
     wrote, or a file of one slide. Raises `ConfigError` for a source that is missing or holds nothing to look at, and
@@ -156,12 +160,17 @@ def find(
     items: list[Item] = []
     runs: list[Run] = []
     parts: list[Path] = []
+    names: list[str] = []
+    passed: list[str] = []
     table = ClassTable.parse(classes) if classes else None
     for source in sources:
         if isinstance(source, Image):
             items.append(Item(Row(Path(source.name), called=source.name), source))
             continue
-        below = _below(source)
+        below, left = _below(source)
+        passed += left
+        if left and not below:
+            raise ConfigError(f"nothing to show in {source}, where {few(left)} was passed over; name slides or a run")
         for each in below or [source]:
             if _is_run(each):
                 runs.append(Run("/".join(each.resolve().parts[-2:]), (each / METRICS).resolve(), not below))
@@ -173,34 +182,60 @@ def find(
                     if not below:
                         raise
                     continue  # a table that lists no slides, or predictions of slides that are gone
-            parts += [each] if below else []
+            if below:
+                parts.append(each)
+                names.append(each.relative_to(source).as_posix())
     items = _merged(items)
     if predictions is not None:
         items = _with_predictions(items, predictions)
     for path in masks:
         items = _with_mask(items, path)
     for path in filter(_is_mask_folder, parts):
-        items = _with_masks_in(items, path)
+        near = path.parent.resolve()
+        items = [
+            _with_masks_in([item], path)[0] if path.parent in sources or item.row.slide.is_relative_to(near) else item
+            for item in items
+        ]
     if table is not None:
         items = [_with_table(item, table) for item in items]
     if not items and not runs:
         raise ConfigError(f"nothing to show in {', '.join(map(str, sources))}; name slides, a folder, a CSV or a run")
-    return Catalog(tuple(_labelled(_named(items, runs))), tuple(runs), tuple(path.name for path in parts))
+    return Catalog(tuple(_labelled(_named(items, runs))), tuple(runs), tuple(names), tuple(passed))
 
 
-def _below(source: Path) -> list[Path]:
-    """Return what lies one below a folder that is no source itself: runs, predictions, cohort files, folders of slides
-    and of masks; nothing for other sources."""
+def few(names: Sequence[str], most: int = 4) -> str:
+    """List the first of some names, and how many more there are."""
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
+def _below(source: Path) -> tuple[list[Path], list[str]]:
+    """Return what lies below a folder that is no source itself: runs, predictions, cohort files, folders of slides and
+    of masks; nothing for other sources. And what was passed over: links out of the folder, and what lies too deep."""
     sources = (_is_run, _is_predictions, is_cohort_folder, _has_slides)
     if not source.is_dir() or source.suffix.lower() == ".zarr" or any(is_one(source) for is_one in sources):
-        return []
-    entries = [path for path in sorted(source.iterdir()) if not path.name.startswith(".") and _inside(source, path)]
-    known = (*sources, _is_mask_folder)
-    return [
-        path
-        for path in entries
-        if (any(is_one(path) for is_one in known) if path.is_dir() else path.suffix.lower() == ".csv")
-    ]
+        return [], []
+    found, passed, folders, looked = list[Path](), list[str](), deque([source]), 0
+    while folders:
+        folder, looked = folders.popleft(), looked + 1
+        place = folder.relative_to(source)
+        if len(place.parts) > _DEEPEST or looked > _MOST_FOLDERS:
+            passed.append(f"{place} (too deep)" if looked <= _MOST_FOLDERS else f"{place} (too many folders)")
+            continue
+        try:
+            entries = [path for path in sorted(folder.iterdir()) if not path.name.startswith(".")]
+        except OSError:
+            passed.append(f"{place} (cannot be read)")
+            continue
+        for path in entries:
+            if not _inside(source, path):
+                passed.append(f"{path.relative_to(source)} (a link to elsewhere)")
+            elif not path.is_dir():
+                found += [path] if path.suffix.lower() == ".csv" else []
+            elif any(is_one(path) for is_one in (*sources, _is_mask_folder)):
+                found.append(path)
+            elif not path.is_symlink() and path.suffix.lower() != ".zarr":
+                folders.append(path)
+    return found, passed
 
 
 def _has_slides(folder: Path) -> bool:

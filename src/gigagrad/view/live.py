@@ -113,15 +113,8 @@ class Live:
             yield
 
     def call(self, work: Callable[[], Result]) -> Result:
-        """Do work in the network's thread. Raises `CancelledError` where whoever asked has left before it begins."""
-        left = LEFT.get()
-
-        def wanted() -> Result:
-            if left is not None and left.is_set():
-                raise CancelledError
-            return work()
-
-        return self._thread.submit(wanted).result()
+        """Do work in the network's thread."""
+        return self._thread.submit(work).result()
 
     def layers(
         self, slide: Image, row: Row, held: ExitStack
@@ -178,7 +171,15 @@ class _Computed(View):
         self._logits, self._live, self._slide, self._seconds = logits, live, slide, seconds
 
     def _read_inside(self, box: Box) -> Array:
-        return self._live.call(lambda: self.read_here(box))
+        """Read, unless whoever asked has left before it begins: then it raises `CancelledError`."""
+        left = LEFT.get()
+
+        def wanted() -> Array:
+            if left is not None and left.is_set():
+                raise CancelledError
+            return self.read_here(box)
+
+        return self._live.call(wanted)
 
     def read_here(self, box: Box, *, measured: bool = True) -> Array:
         """Read in the network's thread, and say so meanwhile; learn from what it took if `measured`."""

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 from gigagrad.errors import ConfigError, GigagradError, extra
 from gigagrad.images import Image, open_image
 from gigagrad.images.pixels import Array
-from gigagrad.view.catalog import Catalog, find
+from gigagrad.view.catalog import Catalog, few, find
 from gigagrad.view.page import read_page
 from gigagrad.view.slides import Slides
 
@@ -51,12 +51,12 @@ def view(
     browser: bool = True,
     tell: Callable[[str], None] = print,
 ) -> None:
-    """Show slides and runs in a web page until Ctrl-C: its address, with a secret token, is told.
+    """Show slides and runs in a web page until Ctrl-C or SIGTERM: its address, with a secret token, is told.
 
     Args:
         sources: slides, folders of them, cohort files, and folders that `fit` or `predict` wrote; of several runs, the
-            networks predict what is in view, side by side. Of a folder that is none of these, what is one below it.
-            Also images that are open, and arrays `(C, H, W)`.
+            networks predict what is in view, side by side. Of a folder that is none of these, what is up to three
+            folders below it. Also images that are open, and arrays `(C, H, W)`.
         masks: what is true of the slide; of several slides folders with a file for each.
         predictions: a folder that `predict` wrote, or a file of the one slide.
         model: a run or a saved model that predicts what is in view; `memory`, `device`, `trust` as for `predict`. Or an
@@ -77,12 +77,15 @@ def view(
             tell(f"warning: whoever reaches {host} and knows this address sees these slides, and nothing is encrypted")
         counts = ((len(catalog.items), "slide"), (len(catalog.runs), "run"))
         shown = " and ".join(f"{count} {noun}{'s' * (count > 1)}" for count, noun in counts if count)
-        shown += f" of {', '.join(catalog.parts)}" if catalog.parts else ""
+        shown += f" of {few(catalog.parts, 12)}" if catalog.parts else ""
+        if catalog.passed:
+            tell(f"passed over: {few(catalog.passed)}; name it to see it")
         tell(f"{shown} at {address} (Ctrl-C ends it)")
         threading.Thread(target=_read_ahead, args=(slides,), daemon=True).start()
         if browser:
             threading.Thread(target=webbrowser.open, args=(address,), daemon=True).start()
-        run()
+        with contextlib.suppress(KeyboardInterrupt):  # how a server ends; there is nothing to go on from
+            run()
 
 
 def catalog_of(
