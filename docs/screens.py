@@ -1,7 +1,7 @@
-"""Take the pictures of docs/view.md with Chromium: `python docs/screens.py SLIDE LABEL RUN COHORT` writes them.
+"""Take the pictures of docs/view.md: `python docs/screens.py SLIDE LABEL RUN COHORT` writes them into docs/images.
 
-RUN is a run of `gigagrad fit` whose network predicts what is in view; one of a U-Net on COHORT is begun for the tiles at
-work, and stopped. The page must be built (make page).
+RUN is a run of `gigagrad fit` whose network predicts what is in view. One of a U-Net on COHORT is begun for the tiles
+at work, and stopped. It needs Chromium, and the built page (make page).
 """
 
 from __future__ import annotations

@@ -118,8 +118,12 @@ def test_what_the_network_computes_is_told_meanwhile(serve, network_dir, jpeg_sl
     assert client.get("now").json() == []
 
 
-def test_what_a_tile_takes_is_what_the_last_ones_took_here(serve, network_dir, jpeg_slide):
-    live = Live(network_dir)
+def of_small_tiles() -> Live:
+    return Live(gg.compile(nn.Sequential(Normalise(), nn.Conv2d(3, 2, 3, padding=1)), tile=(128, 128)))
+
+
+def test_what_a_tile_takes_is_what_the_last_ones_took_here(serve, jpeg_slide):
+    live = of_small_tiles()
     client = serve(jpeg_slide, live=[live])
     foretold = client.get("slides/0/live").json()["plans"][0]["seconds"]
     assert foretold > 0
@@ -142,8 +146,8 @@ def test_how_far_out_levels_go_is_the_plans_to_say(serve, network_dir, jpeg_slid
     assert levels() == 1
 
 
-def test_what_nobody_waits_for_any_more_is_not_computed(serve, network_dir, jpeg_slide):
-    live, go = Live(network_dir), threading.Event()
+def test_what_nobody_waits_for_any_more_is_not_computed(serve, jpeg_slide):
+    live, go = of_small_tiles(), threading.Event()
     client = serve(jpeg_slide, live=[live])
     client.get("slides/0/live")
     live.call(lambda: None)
@@ -169,6 +173,7 @@ def test_what_nobody_waits_for_any_more_is_not_computed(serve, network_dir, jpeg
     assert [message["status"] for message in answers if "status" in message] == [499]
     assert not computed
     assert client.get("slides/0/1/0/0/1").status_code == 200, "somebody else may ask for it"
+    assert computed
 
 
 def test_where_two_networks_differ_is_a_layer_of_its_own(serve, network_dir, jpeg_slide):

@@ -186,10 +186,12 @@ serving.read_page = dict
 class Server(uvicorn.Server):
     async def startup(self, sockets=None):
         await super().startup(sockets)
-        os.kill(os.getpid(), getattr(signal, sys.argv[1]))
+        os.kill(os.getpid(), getattr(signal, number))
 
 uvicorn.Server = Server
-sys.exit(main(["view", sys.argv[2], "--no-browser"]))
+_, number, slide = sys.argv
+sys.argv = ["gigagrad", "view", slide, "--no-browser"]
+sys.exit(main())
 """
 
 

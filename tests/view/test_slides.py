@@ -256,6 +256,18 @@ def test_what_lies_deeper_is_found_and_what_is_passed_over_is_told(study, jpeg_s
         find([_empty(tmp_path)])
 
 
+def test_beside_slides_runs_and_tables_are_found_too(study, jpeg_slide, jpeg_label):
+    """As a beginner has it: slides, a table and `runs/first` in one folder."""
+    (study / "small.tif").write_bytes(jpeg_slide.read_bytes())
+    (study / "label.tif").write_bytes(jpeg_label.read_bytes())
+    (study / "cohort.csv").write_text("slide,mask\nsmall.tif,label.tif\n")
+    catalog = find([study])
+    assert catalog.parts[:2] == (".", "cohort.csv")
+    (own,) = [item for item in catalog.items if item.row.slide == study / "small.tif"]
+    assert own.labels == ((study / "label.tif",),)
+    assert [run.name for run in catalog.runs] == ["study/run"]
+
+
 def _empty(folder):
     """A folder of nothing but folders, too many below each other."""
     deepest = folder / "empty" / "a" / "b" / "c" / "d"

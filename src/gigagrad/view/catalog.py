@@ -128,7 +128,7 @@ class Run:
 class Catalog:
     """Everything that a command named; slides and runs are asked for by their numbers.
 
-    `parts` names what was found below a folder that holds nothing itself, `passed` what was not looked into, and why.
+    `parts` names what was found below a folder, `passed` what was not looked into, and why.
     """
 
     items: tuple[Item, ...]
@@ -150,8 +150,8 @@ def find(
     predictions: Path | None = None,
     classes: Sequence[str] = (),
 ) -> Catalog:
-    """Find slides and runs of `sources`: slides, folders of them, cohort files, folders of `predict` and `fit`; of a
-    folder that is none of these, what lies up to three folders below it. An image that is open is a slide.
+    """Find slides and runs of `sources`: slides, folders of them, cohort files, folders of `predict` and `fit`; of
+    another folder also what lies up to three folders below it. An image that is open is a slide.
 
     `masks` are files of one slide, or folders with files called by the slides; `predictions` a folder that `predict`
     wrote, or a file of one slide. Raises `ConfigError` for a source that is missing or holds nothing to look at, and
@@ -169,13 +169,13 @@ def find(
             continue
         below, left = _below(source)
         passed += left
-        if left and not below:
+        if left and not below and not _has_slides(source):
             raise ConfigError(f"nothing to show in {source}, where {few(left)} was passed over; name slides or a run")
         for each in below or [source]:
             if _is_run(each):
                 runs.append(Run("/".join(each.resolve().parts[-2:]), (each / METRICS).resolve(), not below))
                 items += _of_run(each, runs[-1].name)
-            elif not (below and _is_mask_folder(each)):
+            elif each == source or not _is_mask_folder(each):
                 try:
                     items += _of_predictions(each) if _is_predictions(each) else _of_slides(each)
                 except ConfigError:
@@ -209,9 +209,10 @@ def few(names: Sequence[str], most: int = 4) -> str:
 
 
 def _below(source: Path) -> tuple[list[Path], list[str]]:
-    """Return what lies below a folder that is no source itself: runs, predictions, cohort files, folders of slides and
-    of masks; nothing for other sources. And what was passed over: links out of the folder, and what lies too deep."""
-    sources = (_is_run, _is_predictions, is_cohort_folder, _has_slides)
+    """Return what lies below a folder, itself first where it holds slides: runs, predictions, cohort files, folders of
+    slides and of masks; nothing for other sources. And what was passed over: links out of the folder, and what lies too
+    deep."""
+    sources = (_is_run, _is_predictions, is_cohort_folder)
     if not source.is_dir() or source.suffix.lower() == ".zarr" or any(is_one(source) for is_one in sources):
         return [], []
     found, passed, folders, looked = list[Path](), list[str](), deque([source]), 0
@@ -231,11 +232,11 @@ def _below(source: Path) -> tuple[list[Path], list[str]]:
                 passed.append(f"{path.relative_to(source)} (a link to elsewhere)")
             elif not path.is_dir():
                 found += [path] if path.suffix.lower() == ".csv" else []
-            elif any(is_one(path) for is_one in (*sources, _is_mask_folder)):
+            elif any(is_one(path) for is_one in (*sources, _has_slides, _is_mask_folder)):
                 found.append(path)
             elif not path.is_symlink() and path.suffix.lower() != ".zarr":
                 folders.append(path)
-    return found, passed
+    return [source, *found] if found and _has_slides(source) else found, passed
 
 
 def _has_slides(folder: Path) -> bool:

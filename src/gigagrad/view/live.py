@@ -116,9 +116,7 @@ class Live:
         """Do work in the network's thread."""
         return self._thread.submit(work).result()
 
-    def layers(
-        self, slide: Image, row: Row, held: ExitStack
-    ) -> tuple[tuple[Layer, ...], Callable[[], dict[str, Any]]]:
+    def layers(self, slide: Image, row: Row, held: ExitStack) -> tuple[tuple[Layer, ...], Callable[[], dict[str, Any]]]:
         """Make the layers of an open slide, and what says where the tiles of the plan lie, in pixels of level 0, and
         how many seconds one takes; what they hold is closed with `held`. Raises as `predict` of the slide.
         """

@@ -55,8 +55,8 @@ def view(
 
     Args:
         sources: slides, folders of them, cohort files, and folders that `fit` or `predict` wrote; of several runs, the
-            networks predict what is in view, side by side. Of a folder that is none of these, what is up to three
-            folders below it. Also images that are open, and arrays `(C, H, W)`.
+            networks predict what is in view, side by side. Of another folder also what is up to three folders
+            below it. Also images that are open, and arrays `(C, H, W)`.
         masks: what is true of the slide; of several slides folders with a file for each.
         predictions: a folder that `predict` wrote, or a file of the one slide.
         model: a run or a saved model that predicts what is in view; `memory`, `device`, `trust` as for `predict`. Or an
