@@ -146,14 +146,14 @@ def test_how_far_out_levels_go_is_the_plans_to_say(serve, network_dir, jpeg_slid
     assert levels() == 1
 
 
-def test_what_nobody_waits_for_any_more_is_not_computed(serve, jpeg_slide):
+def test_what_nobody_waits_for_any_more_is_not_computed(serve, jpeg_slide, monkeypatch):
     live, go = of_small_tiles(), threading.Event()
     client = serve(jpeg_slide, live=[live])
     client.get("slides/0/live")
     live.call(lambda: None)
     asked = [{"type": "http.request", "body": b""}]
     answers, computed = [], []
-    live.measured = lambda took, foretold: computed.append(took)
+    monkeypatch.setattr(live, "measured", lambda took, foretold: computed.append(took))
     path = f"/{TOKEN}/slides/0/1/0/0/1"
     scope = {"type": "http", "method": "GET", "scheme": "http", "path": path, "query_string": b""}
     scope |= {"headers": [(b"host", b"127.0.0.1:8000")], "http_version": "1.1", "server": ("127.0.0.1", 8000)}

@@ -264,7 +264,7 @@ def test_beside_slides_runs_and_tables_are_found_too(study, jpeg_slide, jpeg_lab
     catalog = find([study])
     assert catalog.parts[:2] == (".", "cohort.csv")
     (own,) = [item for item in catalog.items if item.row.slide == study / "small.tif"]
-    assert own.labels == ((study / "label.tif",),)
+    assert own.labels == ((study / "label.tif",), (study / "masks" / "small.tif",))
     assert [run.name for run in catalog.runs] == ["study/run"]
 
 
@@ -304,8 +304,10 @@ def test_what_a_table_calls_a_mask_is_no_slide(jpeg_slide, jpeg_label, tmp_path)
     for name, source in (("a.tif", jpeg_slide), ("truth.tif", jpeg_label)):
         (tmp_path / name).write_bytes(source.read_bytes())
     (tmp_path / "cohort.csv").write_text("slide,mask\na.tif,truth.tif\n")
-    assert [item.name for item in find([tmp_path]).items] == ["a", "truth"]
+    assert [item.name for item in find([tmp_path]).items] == ["a"]
     assert [item.name for item in find([tmp_path, tmp_path / "cohort.csv"]).items] == ["a"]
+    (tmp_path / "cohort.csv").unlink()
+    assert [item.name for item in find([tmp_path]).items] == ["a", "truth"]
 
 
 def test_a_folder_without_anything_is_refused(tmp_path):

@@ -31,7 +31,7 @@ METRICS: Final = "metrics.jsonl"
 _MASKS_OF: Final = (".tif", ".tiff", ".png", ".zarr", ".geojson", ".json", ".xml", ".gz", ".zip")
 _DEEPEST: Final = 3
 _MOST_FOLDERS: Final = 1000
-"""How far below a folder, and in how many folders, slides and runs are looked for."""
+"""Limits of the search below a folder: how far down, and in how many folders."""
 _MASK_FOLDERS: Final = ("annotations", "labels", "masks")
 """Names of folders that hold no slides, whatever the suffixes of their files."""
 
@@ -229,7 +229,7 @@ def _below(source: Path) -> tuple[list[Path], list[str]]:
             continue
         for path in entries:
             if not _inside(source, path):
-                passed.append(f"{path.relative_to(source)} (a link to elsewhere)")
+                passed += [f"{path.relative_to(source)} (a link to elsewhere)"] if path.is_dir() else []
             elif not path.is_dir():
                 found += [path] if path.suffix.lower() == ".csv" else []
             elif any(is_one(path) for is_one in (*sources, _has_slides, _is_mask_folder)):

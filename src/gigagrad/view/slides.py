@@ -54,7 +54,7 @@ class Opened:
         item.check_same()
         self.item, self.problems = item, list[str]()
         self._plans: list[Callable[[], dict[str, Any]]] = []
-        """What tells of each network's plan."""
+        """Calls that describe the plan of each network."""
         self._patches: dict[int, Patches] = {}
         self._live, self._lock, self._files = live, threading.Lock(), ExitStack()
         try:
