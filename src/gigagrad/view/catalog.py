@@ -191,11 +191,7 @@ def find(
     for path in masks:
         items = _with_mask(items, path)
     for path in filter(_is_mask_folder, parts):
-        near = path.parent.resolve()
-        items = [
-            _with_masks_in([item], path)[0] if path.parent in sources or item.row.slide.is_relative_to(near) else item
-            for item in items
-        ]
+        items = _with_masks_in(items, path, None if path.parent in sources else path.parent.resolve())
     if table is not None:
         items = [_with_table(item, table) for item in items]
     if not items and not runs:
@@ -408,9 +404,14 @@ def _with_table(item: Item, table: ClassTable) -> Item:
     return dataclasses.replace(item, table=table, predictions=predictions)
 
 
-def _with_masks_in(items: Iterable[Item], folder: Path) -> list[Item]:
-    """Add what is called like each slide, unless that has it already."""
-    return [_with(item, [(path,) for path in _called(folder, item.name)]) for item in items]
+def _with_masks_in(items: Iterable[Item], folder: Path, near: Path | None = None) -> list[Item]:
+    """Add what is called like each slide `near` it, unless that has it already."""
+    return [
+        _with(item, [(path,) for path in _called(folder, item.name)])
+        if near is None or item.row.slide.is_relative_to(near)
+        else item
+        for item in items
+    ]
 
 
 def _called(folder: Path, name: str) -> list[Path]:
