@@ -3,6 +3,7 @@
     python bench/planning.py [--cases NAME ...] [--no-curve]
 
 Seconds are the processor's, so that other programs matter little; those of planning are apart from those of capture.
+What an engine considers is considered: the whole image at once, and fields of few pixels that may be whole.
 Cases with a budget have no curve; of one that is refused there is the smallest budget that would do.
 
 Every case in a process of its own, with the model's parameters on PyTorch's meta device: nothing of the network or of
@@ -22,6 +23,8 @@ from pathlib import Path
 from typing import Any
 
 GIB = 2**30
+FREE_BYTES = 20 * GIB
+"""What a machine has free beside the process, where no budget is named."""
 UNET = "smp:Unet?encoder_name=resnet34"
 CONVNEXT = "timm:convnext_xlarge"
 
@@ -56,6 +59,13 @@ CASES = {
     "nested decoder, 4 GiB": Case(
         model="smp:UnetPlusPlus?encoder_name=resnet34", size=(4096, 4096), budget_bytes=4 * GIB
     ),
+    "nested decoder, 8 GiB": Case(
+        model="smp:UnetPlusPlus?encoder_name=resnet34", size=(4096, 4096), budget_bytes=8 * GIB
+    ),
+    "nested decoder, 1 GiB, refused": Case(
+        model="smp:UnetPlusPlus?encoder_name=resnet34", size=(1024, 1024), budget_bytes=GIB
+    ),
+    "four resolutions, 3 GiB": Case(model="timm:hrnet_w18_small", size=(4096, 4096), budget_bytes=3 * GIB),
     "four resolutions, 16 GiB": Case(model="timm:hrnet_w18_small", size=(16_000, 64_000), budget_bytes=16 * GIB),
     "3461 operators, 4 GiB": Case(model="timm:densenet121", size=(4096, 4096), budget_bytes=4 * GIB),
     "3461 operators, 16 GiB, refused": Case(model="timm:densenet121", size=(16_000, 64_000), budget_bytes=16 * GIB),
@@ -93,6 +103,7 @@ def measured(case: Case, *, curve: bool) -> dict[str, Any]:
     from gigagrad.devices import Machine
     from gigagrad.devices.heap import peak_resident_bytes
     from gigagrad.errors import BudgetError
+    from gigagrad.execution.seeds import drawing
     from gigagrad.graphs import InputSpec, capture
     from gigagrad.losses import named_loss
     from gigagrad.models import resolve
@@ -129,23 +140,29 @@ def measured(case: Case, *, curve: bool) -> dict[str, Any]:
         held=held,
         tiers=(MemoryTier(), *scratch),
         rooms={tier.name: case.room_bytes for tier in scratch},
+        whole=None if drawing(graph) else graph.whole.get(True),
     )
 
+    def asked_for(budget_bytes: int | None) -> Problem:
+        free = FREE_BYTES if budget_bytes is None else None
+        return dataclasses.replace(problem, budget_bytes=budget_bytes, free_bytes=free)
+
     def plan_at(budget_bytes: int | None) -> Any:
-        return make_plan(dataclasses.replace(problem, budget_bytes=budget_bytes), costs=costs)
+        return make_plan(asked_for(budget_bytes), costs=costs)
 
     asked = {**dataclasses.asdict(case), "operators": sum(not node.is_source for node in graph.nodes)}
     try:
         plan = timed("plan", lambda: plan_at(case.budget_bytes))
     except BudgetError as refusal:
         return {**asked, "refused_below_bytes": refusal.smallest_bytes, "faults": 0, "seconds": seconds}
-    faults = timed("check", lambda: check(dataclasses.replace(problem, budget_bytes=case.budget_bytes), plan))
+    faults = timed("check", lambda: check(asked_for(case.budget_bytes), plan))
     for fault in faults:
         print(fault)
     points = timed("curve", lambda: trade_off(plan_at)) if curve else ()
     return {
         **asked,
         "parameters": parameters,
+        "whole_pixels": plan.whole_pixels,
         "segments": len(plan.segments),
         "tiles": plan.tile_count,
         "predicted_peak_bytes": plan.predicted_peak_bytes,

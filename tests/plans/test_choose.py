@@ -1,5 +1,6 @@
 """The tile shape: what fits, what is refused, what is forced."""
 
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from torch import nn
 
 from gigagrad.devices import Machine
 from gigagrad.errors import BudgetError
-from gigagrad.plans import Costs, Grid, estimate, make_plan, split_segments
+from gigagrad.plans import Costs, Grid, choose, estimate, make_plan, split_segments
 from gigagrad.plans.cuts import Cuts
 from gigagrad.plans.fit import Fitter
 from gigagrad.plans.geometry import lattice
@@ -241,3 +242,23 @@ def test_where_nothing_fits_at_first_every_choice_of_fields_is_tried(monkeypatch
 
     monkeypatch.setattr(Fitter, "fit", fitted)
     assert len(make_plan(problem).kept) == fewest
+
+
+def test_a_way_that_a_rough_look_finds_hopeless_is_left():
+    """Beside a plan that computes the same; nothing that was refused is looked at closely then."""
+    graph = colour_graph_of(residual(6, 16), size=512)
+    free = plan_of(graph)
+
+    def best(budget, at_most):
+        problem = problem_of(graph, budget)
+        return choose._Chooser(problem, Costs(graph, problem.machine), None, None, lambda _: None, None).best(at_most)
+
+    tight = int(0.4 * free.predicted_peak_bytes)
+    found = best(tight, math.inf)
+    assert found is not None
+    assert best(tight, found.modelled_seconds) == found
+    assert best(tight, 0.5 * free.modelled_seconds) is None
+    assert best(tight, 0.5 * found.modelled_seconds) is None
+    assert best(2 * 2**20, found.modelled_seconds) is None
+    with pytest.raises(BudgetError):
+        best(2 * 2**20, math.inf)

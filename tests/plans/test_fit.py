@@ -17,7 +17,7 @@ from gigagrad.errors import BudgetError
 from gigagrad.plans import Grid, estimate, make_plan
 from gigagrad.plans.cost import Costs
 from gigagrad.plans.estimate import SegmentTiles, TileChoice
-from gigagrad.plans.fit import _fastest_within
+from gigagrad.plans.fit import Fitter, _fastest_within
 from gigagrad.plans.memory import compiled_convolutions
 from gigagrad.plans.plan import amount_of
 from gigagrad.plans.segments import split_segments
@@ -249,3 +249,30 @@ def test_tight_budgets_do_not_end_in_tiny_tiles(network, each):
             with suppress(BudgetError):
                 uniform = plan_of(graph, budget=budget, tiles=((side, side),), **more)
                 assert found.modelled_seconds <= 1.1 * uniform.modelled_seconds, (share, side)
+
+
+def test_what_other_choices_of_fields_found_of_a_segment_changes_no_plan():
+    """Beside other fields that are held, and where tiles of it were settled exactly."""
+    graph = graph_of(residual(4))
+    kept = kept_at_best(graph)
+    problem = problem_of(graph, 200 * MIB, tiers=(MemoryTier(), DiskTier(Path())), rooms={"disk": 2**40})
+    choices = [dict.fromkeys(kept, "memory"), dict.fromkeys(kept[1:], "memory"), dict.fromkeys(kept, "disk")]
+    fitter = Fitter(problem, Costs(graph, Machine()), None)
+    for choice in (*choices, *choices):
+        for roughly in (True, False):
+            alone = Fitter(problem, Costs(graph, Machine()), None).fit(choice, roughly=roughly)
+            assert fitter.fit(choice, roughly=roughly) == alone
+
+
+def test_a_close_look_ends_where_a_segment_needs_as_much_as_is_known_to_do():
+    graph = graph_of(residual(4))
+    kept = dict.fromkeys(kept_at_best(graph), "memory")
+
+    def needed(**limit):
+        with pytest.raises(BudgetError) as caught:
+            Fitter(problem_of(graph, 2 * MIB), Costs(graph, Machine()), None).fit(kept, closely=True, **limit)
+        return caught.value.needed_bytes
+
+    all_of_it = needed()
+    assert needed(below=all_of_it + 1) == all_of_it
+    assert 2 * MIB < needed(below=2 * MIB + 1) <= all_of_it

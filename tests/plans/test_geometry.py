@@ -198,5 +198,5 @@ def test_spans_that_are_remembered_are_told_apart_by_shapes_and_dtypes(graph_of)
     steps, out = Steps.of(graph), Span(11, 20)
     for node in (node for node in graph.nodes if node.op.startswith("aten.conv2d")):
         for axis in (0, 1):
-            call, (_, _, needs) = Call(node, graph.operands(node)), steps[axis][node.id]
+            call, (_, needs) = Call(node, graph.operands(node)), steps[axis][node.id]
             assert needs.of(out) == lookup(node.op).needs(call, axis, out)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from itertools import islice
+from math import inf
 from operator import itemgetter
 
 from gigagrad.errors import BudgetError
@@ -26,6 +26,9 @@ _GOOD_ENOUGH = 1.1
 
 _ABOUT_AS_LEAN = 1.1
 """Peaks that differ by less are alike."""
+
+_HOPELESS = 1.3
+"""A candidate that a rough look finds so much slower than what is known is not looked at closely."""
 
 _FIRST_LOOK = 24
 """Candidates of one kind that are tried before the search narrows."""
@@ -89,34 +92,39 @@ def make_plan(
             return make(replace(problem.unplaced, budget_bytes=problem.budget_bytes), tried=tried)
     known = costs or Costs(problem.graph, problem.machine, rounds=problem.rounding is not None)
 
-    def tiled(pixels: int) -> Plan:
+    def tiled(pixels: int, at_most: float = inf) -> Plan | None:
         own, of_it = problem.of(pixels), known.with_whole(pixels) if pixels else known
         make = partial(_make_plan, memory_format=memory_format, tiles=tiles, kept=kept, saved=saved, costs=of_it)
-        return replace(_make_tiled(own, make, tried), whole_pixels=pixels)
+        plan = _make_tiled(own, partial(make, at_most=at_most), tried)
+        return plan and replace(plan, whole_pixels=pixels)
 
     if tiles is not None or kept is not None:
-        return tiled(whole_pixels or 0)
+        plan = tiled(whole_pixels or 0)
+        assert plan is not None
+        return plan
     whole = whole_plan(problem, memory_format)
     if whole is not None and whole.predicted_seconds <= _SOON:
         tried(whole.predicted_seconds)
         return whole
-    found = [] if whole is None else [whole]
-    refusal: BudgetError | None = None
-    for pixels in (0, *islice(_worth_whole(problem), _TRIED_WHOLE)):
-        try:
-            found.append(tiled(pixels))
-        except BudgetError as error:
-            refusal = refusal or error  # in tiles alone, which is the leanest
-    if not found:
-        assert refusal is not None
-        raise refusal
-    fastest = min(found, key=_predicted_seconds)
     image = problem.graph.source("image")
     # Tiles of a bag do what the whole does, without halos: there the faster one is that.
     alike = 1.0 if image is not None and image.patches is not None else ABOUT_AS_FAST
-    if whole is not None and whole.predicted_seconds <= alike * fastest.predicted_seconds:
-        return whole
-    return fastest
+    at_most = inf if whole is None else whole.predicted_seconds / alike
+    best: Plan | None = None
+    refusal: BudgetError | None = None
+    for pixels in (0, *islice(_worth_whole(problem), _TRIED_WHOLE)):
+        try:
+            plan = tiled(pixels, at_most)
+        except BudgetError as error:
+            refusal = refusal or error  # in tiles alone, which is the leanest
+        else:
+            if plan is not None and plan.predicted_seconds < at_most:
+                best, at_most = plan, plan.predicted_seconds
+    best = best or whole
+    if best is None:
+        assert refusal is not None
+        raise refusal
+    return best
 
 
 def _worth_whole(problem: Problem) -> Iterator[int]:
@@ -133,7 +141,7 @@ def _worth_whole(problem: Problem) -> Iterator[int]:
             yield pixels
 
 
-def _make_tiled(problem: Problem, make: Callable[..., Plan], tried: Tried) -> Plan:
+def _make_tiled(problem: Problem, make: Callable[..., Plan | None], tried: Tried) -> Plan | None:
     """Return the plan that `make` makes of a problem; of one for several ranks the refusal, too, counts messages."""
     if problem.ranks == 1:
         return make(problem, tried=tried)
@@ -152,11 +160,13 @@ def _make_tiled(problem: Problem, make: Callable[..., Plan], tried: Tried) -> Pl
         raise error.with_smallest(smallest) from None
 
 
-def _make_shared(problem: Problem, make: Callable[..., Plan]) -> Plan:
+def _make_shared(problem: Problem, make: Callable[..., Plan | None]) -> Plan | None:
     """Make a plan for several ranks: what they hold and send is known once there is a plan, and changes it."""
     most = RankPlan(problem.ranks, min(1.0, _LEEWAY / problem.ranks), 0, 0)
     for sharing in range(_SHARINGS):
         plan = make(problem, ranks=most)
+        if plan is None:
+            return None
         assert plan.ranks is not None
         found = plan.ranks
         if found.held_share <= most.held_share and found.message_bytes <= most.message_bytes:
@@ -177,9 +187,12 @@ def _make_plan(
     costs: Costs,
     tried: Tried = lambda seconds: None,
     ranks: RankPlan | None = None,
-) -> Plan:
+    at_most: float = inf,
+) -> Plan | None:
     chooser = _Chooser(problem, costs, tiles, saved, tried, ranks)
-    best = chooser.best() if kept is None else chooser.again(kept)
+    best = chooser.best(at_most) if kept is None else chooser.again(kept)
+    if best is None:
+        return None
     segments = tuple(replace(segment, memory=_beside_kept(segment.memory)) for segment in best.segments)
     plan = replace(best, memory_format=memory_format, segments=segments)
     shared = shared_by(problem, plan, problem.ranks)
@@ -205,35 +218,44 @@ class _Chooser:
     ) -> None:
         self._problem, self._graph, self._costs = problem, problem.graph, costs
         self._fitter, self._tried = Fitter(problem, costs, tiles, ranks, saved), tried
-        self._refused: dict[frozenset[tuple[int, str]], int] = {}
-        """Fields by tier, and the bytes that they take without any tile."""
+        self._refused: dict[frozenset[tuple[int, str]], tuple[int, int]] = {}
+        """Fields by tier, the bytes that a rough look found them to need, and those that they take without any tile."""
 
-    def best(self) -> Plan:
+    def best(self, at_most: float) -> Plan | None:
         """Keep what is worth keeping in memory; where that does not fit, the faster of evicting single fields and of
-        fewer cuts. The refusal names the leanest of all candidates tried.
+        fewer cuts. The refusal names the leanest of all candidates tried. None, and soon, where a rough look tells that
+        it takes more than `at_most` seconds, in which another plan computes the same.
         """
         in_memory = self._fitter.in_memory
         chain = Cuts(self._graph, self._costs.usual_seconds, backward=self._problem.backward)
         selections = [selection.kept for selection in chain.selections()]
+        single = len(split_segments(self._graph, selections[-1])) == 1  # may be faster: the chain model is rough
+        unbounded = self._fitter.unbounded()
+
+        def soonest(kept: frozenset[int]) -> float:
+            return unbounded.fit(in_memory(kept), roughly=True).modelled_seconds
+
+        if at_most < inf and min(map(soonest, {selections[0], selections[-single]})) > _HOPELESS * at_most:
+            return None
         wanted = self._attempt(in_memory(selections[0]))
-        at_once = None
-        if len(split_segments(self._graph, selections[-1])) == 1:  # may be faster: the chain model is rough
-            at_once = self._attempt(in_memory(selections[-1]))
+        at_once = self._attempt(in_memory(selections[-1])) if single else None
         if wanted is not None:
             return self._better([wanted, at_once or wanted])
-        without = self._first_that_fits(self._without(selections[0]))
-        if without is not None:
-            unbounded = self._fitter.unbounded().fit(in_memory(selections[0]), roughly=True)
-            if without.modelled_seconds < _GOOD_ENOUGH * unbounded.modelled_seconds:
-                return without
+        without = self._first_that_fits(self._without(selections[0]), at_most)
+        if without is not None and without.modelled_seconds < _GOOD_ENOUGH * soonest(selections[0]):
+            return without
         fewer = self._looked([*map(in_memory, selections[1:])])
         faster = [one for one in fewer if without is None or one[0] < without.modelled_seconds]
-        found = min(filter(None, (at_once, without, self._first_that_fits(faster))), key=_seconds, default=None)
-        if found is None:
-            for kept in map(in_memory, selections):
-                self._refuse(kept, self._fitter.least_bytes(kept))
-            return self._closely()
-        return self._polished(found, selections[0])
+        found = min(
+            filter(None, (at_once, without, self._first_that_fits(faster, at_most))), key=_seconds, default=None
+        )
+        if found is not None:
+            return self._polished(found, selections[0])
+        if at_most < inf:
+            return None
+        for kept in map(in_memory, selections):
+            self._refuse(kept, self._fitter.least_bytes(kept))
+        return self._closely()
 
     def _polished(self, plan: Plan, wanted: frozenset[int]) -> Plan:
         """Look once at every single field, the largest first, where a step takes long: one in another tier may better
@@ -261,15 +283,16 @@ class _Chooser:
 
     def _closely(self) -> Plan:
         """Try what was refused once more, with all shapes of tiles. Raises the `BudgetError` that asks for least: what
-        asks for more without any tile is left out.
+        asks for more is left as soon as that is known.
         """
         leanest: BudgetError | None = None
         candidates = []
-        for kept, least in sorted(self._refused.items(), key=lambda refused: refused[1]):
-            if leanest is not None and least >= leanest.needed_bytes:
-                break
+        for kept, (_, least) in sorted(self._refused.items(), key=lambda refused: refused[1]):
+            needed = inf if leanest is None else leanest.needed_bytes
+            if least >= needed:
+                continue
             try:
-                candidates.append(self._fitter.fit(dict(kept), closely=True))
+                candidates.append(self._fitter.fit(dict(kept), closely=True, below=needed))
             except BudgetError as error:
                 leanest = error if leanest is None else min(leanest, error, key=lambda one: one.needed_bytes)
         if candidates:
@@ -277,8 +300,8 @@ class _Chooser:
         assert leanest is not None
         raise leanest
 
-    def _refuse(self, kept: Kept, least_bytes: int) -> None:
-        self._refused.setdefault(frozenset(kept.items()), least_bytes)
+    def _refuse(self, kept: Kept, least_bytes: int, needed_bytes: int = 0) -> None:
+        self._refused.setdefault(frozenset(kept.items()), (max(least_bytes, needed_bytes), least_bytes))
 
     def _better(self, candidates: list[Plan]) -> Plan:
         """Return the fastest; where memory is no matter, of those that are about as fast and as lean the simplest."""
@@ -303,12 +326,14 @@ class _Chooser:
         budget, has_room = self._problem.budget_bytes, self._fitter.has_room(kept)
         # Where another tier has too little room, the refusal will say what memory would do instead.
         least = self._fitter.least_bytes(kept if has_room else self._fitter.in_memory(kept))
-        candidate = None
+        candidate, needed = None, least
         if has_room and (budget is None or least <= budget):
-            with suppress(BudgetError):
+            try:
                 candidate = self._fitter.fit(kept, roughly=roughly, workers=workers)
+            except BudgetError as error:
+                needed = error.needed_bytes
         if candidate is None:
-            self._refuse(kept, least)
+            self._refuse(kept, least, needed)
         self._tried(None if candidate is None else candidate.modelled_seconds)
         return candidate
 
@@ -330,9 +355,10 @@ class _Chooser:
             tried = [placed(in_memory, order(dropping=True, moving=False))[1:]]
         return [one for candidates in tried for one in self._looked(candidates)]
 
-    def _first_that_fits(self, rated: list[Rated]) -> Plan | None:
-        """Return the plan of the fastest that fits after all."""
-        return next(filter(None, (self._attempt(kept) for _, kept in sorted(rated, key=itemgetter(0)))), None)
+    def _first_that_fits(self, rated: list[Rated], at_most: float) -> Plan | None:
+        """Return the plan of the fastest that fits after all, of those that may become as fast as asked."""
+        promising = sorted((one for one in rated if one[0] <= _HOPELESS * at_most), key=itemgetter(0))
+        return next(filter(None, (self._attempt(kept) for _, kept in promising)), None)
 
     def _looked(self, candidates: Sequence[Kept]) -> list[Rated]:
         """Look roughly for the fastest candidate, of which each gives up more than the one before.
@@ -360,10 +386,6 @@ class _Chooser:
             step = -(-step // 2)
             asked = [count for count in (min(found)[1] - step, min(found)[1] + step) if 0 <= count < len(candidates)]
         return [(seconds, candidates[count]) for seconds, count in found]
-
-
-def _predicted_seconds(plan: Plan) -> float:
-    return plan.predicted_seconds
 
 
 def _seconds(plan: Plan) -> float:

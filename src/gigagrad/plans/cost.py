@@ -127,6 +127,7 @@ class Costs:
         self._steps = Steps.of(graph)
         self._flops: dict[int, float] = {}
         self._rates: dict[int, _Rates] = {}
+        self._whole_seconds: dict[tuple[bool, bool], float] = {}
 
     def with_whole(self, pixels: int) -> Costs:
         """Return the costs of the graph in which fields of at most so many pixels are whole."""
@@ -138,14 +139,14 @@ class Costs:
         """Return the cost of the worst tile; `roughly`: of one in the middle, in a fifth of the time, and without
         compiled kernels.
         """
-        key = (*_key(segment), shape, backward, roughly)
+        key = (*segment_key(segment), shape, backward, roughly)
         if key not in self._known:
             self._known[key] = self._cost(segment, shape, backward=backward, roughly=roughly)
         return self._known[key]
 
     def shapes(self, segment: Segment, ranks: int) -> list[tuple[int, int]]:
         """Return tile shapes worth costing."""
-        key = *_key(segment), ranks
+        key = *segment_key(segment), ranks
         if key not in self._shapes:
             self._shapes[key] = tile_shapes(self.graph, segment, ranks)
         return self._shapes[key]
@@ -157,7 +158,7 @@ class Costs:
         What computes a coarse field works on finer ones: tiles that are small for it have large crops, and without a
         cut in between nearly all of these are halo.
         """
-        key = _key(segment)
+        key = segment_key(segment)
         if key not in self._usual:
             self._usual[key] = self._judge(segment)
         return self._usual[key]
@@ -179,14 +180,18 @@ class Costs:
         """Predict the seconds of whole-field operators, which no choice of tiles changes; `on_host` what they make is
         taken from the system block by block.
         """
-        nodes = [node for node in self.graph.nodes if node.whole and node.op != GATHER]
-        mapped = 0
-        for node in nodes:
-            times = 1 + lookup(node.op).gradient_forwards * (backward and node.differentiable)
-            mapped += round(times * node.nbytes) if node.nbytes >= MAPPED_BYTES else 0
-        pages = self._machine.block_seconds(mapped) if on_host else 0.0
-        efforts = (effort for node in nodes for effort in self._efforts(node, backward and node.differentiable))
-        return autograd_seconds(self._machine, efforts) + pages
+        key = backward, on_host
+        if key not in self._whole_seconds:
+            mapped, efforts = 0, list[Effort]()
+            for node in self.graph.nodes:
+                if node.whole and node.op != GATHER:
+                    pulled_back = backward and node.differentiable
+                    times = 1 + lookup(node.op).gradient_forwards * pulled_back
+                    mapped += round(times * node.nbytes) if node.nbytes >= MAPPED_BYTES else 0
+                    efforts += self._efforts(node, pulled_back)
+            pages = self._machine.block_seconds(mapped) if on_host else 0.0
+            self._whole_seconds[key] = autograd_seconds(self._machine, efforts) + pages
+        return self._whole_seconds[key]
 
     def _efforts(self, node: Node, backward: bool) -> Iterator[Effort]:
         """Yield a whole-field operator's forward, and with `backward` its gradients, as of forwards."""
@@ -309,7 +314,7 @@ def _unfolded(call: Call) -> float:
     return unfolded_flops(prod(call.node.shape) // call.node.shape[1], call.operands[1].shape, call["groups"])
 
 
-def _key(segment: Segment) -> tuple[object, ...]:
+def segment_key(segment: Segment) -> tuple[object, ...]:
     """Identify a segment, wherever in a plan it stands."""
     return segment.kept, segment.reductions, segment.output, segment.fields, segment.reads
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import prod
@@ -162,6 +163,13 @@ class SegmentTiles:
     _counted: dict[TileCost, tuple[int, ...]] = field(default_factory=dict)
     _known: dict[TileCost, TileChoice] = field(default_factory=dict)
 
+    def beside(self, segment: Segment, held: tuple[int, int]) -> SegmentTiles:
+        """Return the same for a segment that is alike, wherever it stands in a plan, beside what is held then."""
+        found = copy(self)
+        found.segment, found.held, found.costs, found.exact = segment, held, [*self.costs], {*self.exact}
+        found._known = self._known if held == self.held else {}
+        return found
+
     def neighbours(self, shape: tuple[int, int]) -> list[tuple[int, int]]:
         """Return the next smaller and the next larger shape, where they were not costed."""
         place, costed = self.shapes.index(shape), {cost.tile for cost in self.costs}
@@ -187,8 +195,12 @@ class SegmentTiles:
         good_enough = ABOUT_AS_FAST * self.seconds(costs[0])
         return min((cost for cost in costs if self.seconds(cost) <= good_enough), key=self.total)
 
+    @property
+    def least_bytes(self) -> int:
+        return min(map(self.total, self.costs))
+
     def total(self, cost: TileCost) -> int:
-        return sum(self._bytes_of(cost))
+        return sum(self.held) + sum(self._bytes_of(cost))
 
     def describe(self, cost: TileCost) -> SegmentPlan:
         segment, graph = self.segment, self.problem.graph
@@ -213,9 +225,9 @@ class SegmentTiles:
 
     def read_by(self, readers: int) -> None:
         """Count so many readers and their crops from now on."""
-        self.readers = self.most_readers = readers
-        self._counted.clear()
-        self._known.clear()
+        if (readers, readers) != (self.readers, self.most_readers):
+            self.readers = self.most_readers = readers
+            self._counted, self._known = {}, {}
 
     def useful_readers(self, cost: TileCost) -> int:
         """Return the number of threads that these tiles can feed."""
@@ -312,10 +324,10 @@ class SegmentTiles:
 
     def amounts(self, cost: TileCost) -> tuple[Amount, ...]:
         """Return the amounts for a tile shape."""
-        return tuple(map(Amount, _OF_SEGMENTS, self._bytes_of(cost)))
+        return tuple(map(Amount, _OF_SEGMENTS, (*self.held, *self._bytes_of(cost))))
 
     def _bytes_of(self, cost: TileCost) -> tuple[int, ...]:
-        """Return their bytes, counted once: they are asked for often while tiles are chosen."""
+        """Return their bytes but for what is held, counted once: they are asked for often while tiles are chosen."""
         if cost not in self._counted:
             self._counted[cost] = self._count(cost)
         return self._counted[cost]
@@ -330,7 +342,7 @@ class SegmentTiles:
         apart = min(tiles + fragmentation, sums) if cost.tile_count == 1 else 0
         waiting, output = self._waiting_bytes(cost), self._output_bytes(cost)
         overlaps, sums = self._overlap_bytes(cost), copies + sums - apart
-        return *self.held, overlaps, sums, waiting, output, tiles, fragmentation
+        return overlaps, sums, waiting, output, tiles, fragmentation
 
     @cached_property
     def chunks(self) -> int:

@@ -12,7 +12,7 @@ from gigagrad.allowances import ROOM_BYTES
 from gigagrad.errors import BudgetError
 from gigagrad.graphs import GATHER, Node
 from gigagrad.plans import estimate
-from gigagrad.plans.cost import Costs, TileCost
+from gigagrad.plans.cost import Costs, TileCost, segment_key
 from gigagrad.plans.estimate import SegmentTiles, TileChoice
 from gigagrad.plans.geometry import reference
 from gigagrad.plans.liveness import held_by_pass, kept_bytes
@@ -59,6 +59,7 @@ class Fitter:
         budget = problem.budget_bytes
         self._room_of_tiles = None if budget is None else budget - total(self._fixed)
         self._orders: dict[frozenset[int], tuple[tuple[Segment, ...], tuple[Tiles, ...]]] = {}
+        self._known: dict[tuple[object, ...], SegmentTiles] = {}
 
     def unbounded(self) -> Fitter:
         """Return a fitter for a machine with all the memory it needs."""
@@ -90,9 +91,17 @@ class Fitter:
             self._orders[kept] = segments, passes
         return self._orders[kept]
 
-    def fit(self, kept: Kept, *, closely: bool = False, roughly: bool = False, workers: int | None = None) -> Plan:
+    def fit(
+        self,
+        kept: Kept,
+        *,
+        closely: bool = False,
+        roughly: bool = False,
+        workers: int | None = None,
+        below: float = inf,
+    ) -> Plan:
         """Return the fastest plan that keeps these fields in these tiers, of promising tiles, so many side by side
-        where `workers` says; `closely`: of all;
+        where `workers` says; `closely`: of all, and refused as soon as one segment needs no less than `below` bytes;
         `roughly`: as far as tiles in the middle tell, so that it may not fit after all.
 
         Raises `BudgetError` if there is none; only a close look finds the least budget that works. Where another tier
@@ -109,7 +118,7 @@ class Fitter:
         for workers in dict.fromkeys((problem.machine.threads, 1) if asked is None else (asked,)):
             fastest = min((plan.modelled_seconds for plan in plans), default=inf)
             try:
-                plan = self._fit(kept, workers, closely=closely, roughly=roughly, fastest=fastest)
+                plan = self._fit(kept, workers, closely=closely, roughly=roughly, fastest=fastest, below=below)
             except BudgetError as error:
                 refusal = error  # of the last, which is the leanest
             else:
@@ -119,25 +128,27 @@ class Fitter:
             raise refusal
         return min(plans, key=lambda plan: plan.modelled_seconds)
 
-    def _fit(self, kept: Kept, workers: int, *, closely: bool, roughly: bool, fastest: float) -> Plan | None:
+    def _fit(
+        self, kept: Kept, workers: int, *, closely: bool, roughly: bool, fastest: float, below: float
+    ) -> Plan | None:
         """Find for each segment the fastest tile that fits beside the others' needs. Raises `BudgetError` if one has
         none. None where a rough look tells that it is slower than another plan, of so many seconds.
         """
         problem, (segments, passes) = self._problem, self._order(frozenset(kept))
         held = held_by_pass(problem, segments, passes, kept, problem.memory, self._held_share)
-        all_shapes = []
         own = defaultdict[int, list[tuple[str, tuple[int, int]]]](list)
         for one, taken in zip(passes, held, strict=True):
             own[one.segment].append((one.phase, taken))
-        for segment in segments:
-            phases = [phase for phase, _ in own[segment.index]]
-            most = max((taken for _, taken in own[segment.index]), key=sum, default=(0, 0))
-            backward = any(phase != "forward" for phase in phases)
-            shapes = SegmentTiles(
-                problem, segment, workers, kept, most, backward, phases, self._room_of_tiles, problem.reading.threads
-            )
-            self._look_through(shapes, closely=closely or self._tiles is not None)
-            all_shapes.append(shapes)
+        all_shapes = [
+            self._shapes_of(each, workers, kept, own[each.index], closely and below == inf) for each in segments
+        ]
+        if closely and below < inf:  # the hungriest segments first
+            fixed = total(self._fixed)
+            for place in sorted(range(len(segments)), key=lambda place: -all_shapes[place].least_bytes):
+                shapes = self._shapes_of(segments[place], workers, kept, own[place], closely=True)
+                if fixed + shapes.least_bytes >= below:
+                    raise problem.refusal(f"segment {place} does not fit", fixed + shapes.least_bytes)
+                all_shapes[place] = shapes
         chosen, compiled = self._choose(all_shapes)
         if sum(shapes.seconds(cost) for shapes, cost in zip(all_shapes, chosen, strict=True)) > fastest:
             return None
@@ -221,6 +232,27 @@ class Fitter:
         for shapes in all_shapes:
             shapes.forget_rough()
         return self._choose(all_shapes)
+
+    def _shapes_of(
+        self, segment: Segment, workers: int, kept: Kept, passes: list[tuple[str, tuple[int, int]]], closely: bool
+    ) -> SegmentTiles:
+        """Return the tile shapes that may serve a segment in its passes, of which each has a phase and what is held
+        during it. Other choices of fields have most segments in common: what was found for these is found once.
+        """
+        problem, phases = self._problem, tuple(phase for phase, _ in passes)
+        most = max((taken for _, taken in passes), key=sum, default=(0, 0))
+        closely = closely or self._tiles is not None
+        alike = segment_key(segment), phases, workers, tuple(kept.get(i) for i in (*segment.reads, *segment.kept))
+        key = alike, most, closely
+        if self._tiles is not None or key not in self._known:
+            if alike not in self._known:
+                backward, readers = any(phase != "forward" for phase in phases), problem.reading.threads
+                self._known[alike] = SegmentTiles(
+                    problem, segment, workers, kept, most, backward, phases, self._room_of_tiles, readers
+                )
+            found = self._known[key] = self._known[alike].beside(segment, most)
+            self._look_through(found, closely=closely)
+        return self._known[key].beside(segment, most)
 
     def _look_through(self, tiles: SegmentTiles, *, closely: bool) -> None:
         """Cost tile shapes that may serve a segment, some as far as one in the middle tells, or all exactly: from the

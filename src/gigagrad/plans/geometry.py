@@ -7,7 +7,7 @@ wants of its targets, the spans of all other fields follow backwards through the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import repeat
@@ -33,7 +33,7 @@ class AxisGeometry:
 
     def needs(self, node_id: int) -> tuple[Span | None, ...]:
         """Return the span that a field which is computed reads of each operand."""
-        return self._steps[node_id][2].of(self.spans[node_id])
+        return self._steps[node_id][1].of(self.spans[node_id])
 
     def is_inside(self, graph: Graph, axis: int) -> bool:
         """Say whether nothing that the tile computes or reads is at a border of its field."""
@@ -96,9 +96,9 @@ class Needs:
         return known
 
 
-Step = tuple[int, tuple[int, ...], Needs]
-"""A field that is computed, what leads from its span to those of its operands, and these; only the fields among them
-where all of those are needed alike."""
+Step = tuple[tuple[int, ...], Needs]
+"""The operands of a field that is computed, only the fields among them where all of those are needed alike, and what
+leads from its span to theirs."""
 
 
 class Steps(dict[int, Step]):
@@ -125,7 +125,7 @@ class Steps(dict[int, Step]):
         if kind not in self._answers:
             self._answers[kind] = Needs(call, self._axis)
         needs = self._answers[kind]
-        found = self[node_id] = node_id, self._graph.reads[node_id] if needs.are_alike else node.operands, needs
+        found = self[node_id] = self._graph.reads[node_id] if needs.are_alike else node.operands, needs
         return found
 
 
@@ -140,10 +140,9 @@ class Grid:
         self.tile = tile
         self.targets = segment.targets(graph)
         self.reference = reference(graph, segment)
-        self._steps = [{i: along[i] for i in reversed(segment.fields)} for along in steps or Steps.of(graph)]
+        self._order, self._steps = segment.fields[::-1], steps or Steps.of(graph)
         self.axes = tuple(split(graph[self.reference].size(axis), tile[axis]) for axis in (0, 1))
-        self.axis_geometry = lru_cache(maxsize=512)(self._axis_geometry)
-        self._cropped_axis = lru_cache(maxsize=512)(self._find_cropped_axis)
+        self._of_cut = lru_cache(maxsize=1024)(self._find_of_cut)
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -159,7 +158,11 @@ class Grid:
 
     def cropped(self, tile_id: int, box: Box) -> TileGeometry:
         """Return a tile whose own share is only a box of it, which is not empty, in pixels of the reference field."""
-        return TileGeometry(tile_id, self._cropped_axis(0, box.y), self._cropped_axis(1, box.x))
+        return TileGeometry(tile_id, self._of_cut(0, box.y), self._of_cut(1, box.x))
+
+    def axis_geometry(self, axis: int, index: int) -> AxisGeometry:
+        """Return the geometry along an axis of the tiles of one row or column of the grid."""
+        return self._of_cut(axis, self.axes[axis][index])
 
     @property
     def middle(self) -> TileGeometry:
@@ -219,20 +222,18 @@ class Grid:
                 found.add(min(middle + 1, count - 1))
         return sorted(found)
 
-    def _axis_geometry(self, axis: int, index: int) -> AxisGeometry:
-        return axis_geometry(self._steps[axis], self.wanted(axis, index))
-
-    def _find_cropped_axis(self, axis: int, cut: Span) -> AxisGeometry:
-        return axis_geometry(self._steps[axis], self._shares(axis, cut))
+    def _find_of_cut(self, axis: int, cut: Span) -> AxisGeometry:
+        return axis_geometry(self._order, self._steps[axis], self._shares(axis, cut))
 
 
-def axis_geometry(steps: Mapping[int, Step], wanted: dict[int, Span]) -> AxisGeometry:
-    """Walk the fields backwards (in reverse topological order), widening each to what its readers need."""
+def axis_geometry(order: Iterable[int], steps: Mapping[int, Step], wanted: dict[int, Span]) -> AxisGeometry:
+    """Walk fields backwards (in reverse topological order), widening each to what its readers need."""
     spans = {target: span for target, span in wanted.items() if not span.empty}
-    for node_id, operands, needs in steps.values():
+    for node_id in order:
         out = spans.get(node_id)
         if out is None:
             continue
+        operands, needs = steps[node_id]
         for operand, need in zip(operands, repeat(out) if needs.are_alike else needs.of(out)):  # noqa: B905
             if need is None:
                 continue

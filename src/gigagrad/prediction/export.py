@@ -163,11 +163,10 @@ def _geometry(graph: Graph) -> Geometry:
         for node in graph.nodes:
             if node.is_field:
                 stride = lcm(stride, max(1, round(_SIDE / node.size(axis))))
-        computed = {i: steps[axis][i] for i in fields}
         start = _SIDE // 2 // stride * stride
         before = behind = 0
         for place in range(start, start + stride):
-            read = axis_geometry(computed, {graph.output: Span(place, place + 1)}).spans.get(image.id)
+            read = axis_geometry(fields, steps[axis], {graph.output: Span(place, place + 1)}).spans.get(image.id)
             if read is not None:
                 before, behind = max(before, place - read.start), max(behind, read.stop - place - 1)
         strides.append(stride)
