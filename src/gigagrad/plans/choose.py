@@ -164,11 +164,11 @@ def _make_shared(problem: Problem, make: Callable[..., Plan | None]) -> Plan | N
     """Make a plan for several ranks: what they hold and send is known once there is a plan, and changes it."""
     most = RankPlan(problem.ranks, min(1.0, _LEEWAY / problem.ranks), 0, 0)
     for sharing in range(_SHARINGS):
-        plan = make(problem, ranks=most)
-        if plan is None:
+        made = make(problem, ranks=most)
+        if made is None:
             return None
-        assert plan.ranks is not None
-        found = plan.ranks
+        assert made.ranks is not None
+        plan, found = made, made.ranks
         if found.held_share <= most.held_share and found.message_bytes <= most.message_bytes:
             break
         share = 1.0 if sharing == _SHARINGS - 2 else max(most.held_share, min(1.0, _LEEWAY * found.held_share))

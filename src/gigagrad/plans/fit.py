@@ -143,11 +143,10 @@ class Fitter:
             self._shapes_of(each, workers, kept, own[each.index], closely and below == inf) for each in segments
         ]
         if closely and below < inf:  # the hungriest segments first
-            fixed = total(self._fixed)
             for place in sorted(range(len(segments)), key=lambda place: -all_shapes[place].least_bytes):
                 shapes = self._shapes_of(segments[place], workers, kept, own[place], closely=True)
-                if fixed + shapes.least_bytes >= below:
-                    raise problem.refusal(f"segment {place} does not fit", fixed + shapes.least_bytes)
+                if (needed := total(self._fixed) + shapes.least_bytes) >= below:
+                    raise problem.refusal(f"segment {place} does not fit", needed)
                 all_shapes[place] = shapes
         chosen, compiled = self._choose(all_shapes)
         if sum(shapes.seconds(cost) for shapes, cost in zip(all_shapes, chosen, strict=True)) > fastest:
