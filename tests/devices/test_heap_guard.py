@@ -162,9 +162,23 @@ class TestLargeBlocks:
             yield watch
         watch.close()
 
-    def test_small_ones_change_nothing(self, held):
+    def test_small_ones_stay_from_tile_to_tile_up_to_the_roof_too(self, held):
+        watch = HeapGuard(held.device, 100 * MIB + UNNOTICED_BYTES, None)
+        watch.begin_pass(30 * MIB, 0, 6 * MIB)
+        with watch.computing_tiles():
+            assert held["kept"] == -1
+            held["now"] = 94
+            watch.tile_done()
+            assert held["given_back"] == 0
+            held["now"] = 95
+            watch.tile_done()
+            assert held["given_back"] == 1
+        watch.close()
+        assert held["kept"] == 64 * MIB
+
+    def test_where_nothing_is_announced_nothing_changes(self, held):
         watch = HeapGuard(held.device, 100 * MIB, None)
-        watch.begin_pass(30 * MIB, 0, 8 * MIB - 1)
+        watch.begin_pass(30 * MIB, 0)
         with watch.computing_tiles():
             assert "mapped" not in held
         watch.close()
@@ -370,6 +384,79 @@ def test_a_run_that_keeps_nothing_gives_back_what_it_held(no_other_runs):
     watch.close()
     assert device.trimmed
     assert not heap.LargeBlocks.are_kept()
+
+
+class Freed(FakeCpu):
+    """Gives back as much as it is asked to, of what is not used."""
+
+    def used_bytes(self, enough: int = 0) -> int | None:
+        return self.left
+
+    def give_back(self, nbytes: int) -> None:
+        assert self.left is not None
+        self.held = max(self.held - nbytes, self.left)
+
+
+@pytest.mark.parametrize(
+    ("budget", "kept"),
+    [
+        (None, 350),
+        (600, 350),  # 250 of it freed, 250 left
+        (500, 268),  # 200 may be kept, less what is given back at once
+        (100, 100),
+    ],
+)
+def test_as_much_room_is_left_as_is_kept(monkeypatch, no_other_runs, budget, kept):
+    monkeypatch.setattr(heap, "_set_options", lambda options: None)
+    device = Freed(350 * MIB, 100 * MIB)
+    watch = HeapGuard(device, 400 * MIB, budget and budget * MIB)
+    watch.begin_pass(200 * MIB, 0, 4 * MIB)
+    watch.close(keeps=True)
+    assert device.held == kept * MIB
+    assert not device.trimmed
+
+
+def test_a_whole_network_gives_back_as_little_as_it_takes(monkeypatch, no_other_runs):
+    monkeypatch.setattr(heap, "_set_options", lambda options: None)
+    device = Freed(90 * MIB, 40 * MIB)
+    watch = HeapGuard(device, 108 * MIB + UNNOTICED_BYTES, None)
+    watch.begin_pass(90 * MIB, 0, 8 * MIB)
+    with watch.computing_whole():
+        device.held = 101 * MIB
+        wait_until(lambda: device.held < 101 * MIB)
+    assert device.held == 68 * MIB
+    assert not device.trimmed
+
+
+_GIVE_BACK_SOME = """
+import torch
+from gigagrad.devices.heap import resident_bytes, return_largest_freed, settle_allocator, used_bytes
+
+torch.set_num_threads(1)
+settle_allocator()
+blocks, between = [], []
+for mebibytes in (6, 6, 6, 3, 3, 3):
+    blocks.append(torch.ones(mebibytes * 2**18 - 2**10))
+    between.append(torch.ones(2**15))  # so that freed ones do not become one
+blocks.clear()
+held, used = resident_bytes(), used_bytes()
+return_largest_freed(10 * 2**20)
+if used is not None:
+    print(held - resident_bytes(), used_bytes() - used)
+    again = [torch.ones(3 * 2**17) for _ in range(3)]
+    print(held - resident_bytes())
+assert all(bool((one == 1).all()) for one in between)
+"""
+
+
+def test_the_largest_freed_blocks_are_given_back_and_smaller_ones_serve_again():
+    done = subprocess.run([sys.executable, "-c", _GIVE_BACK_SOME], capture_output=True, text=True, check=True)
+    if not done.stdout:
+        pytest.skip("the C library is not glibc")
+    (given, used), (after,) = (map(int, line.split()) for line in done.stdout.splitlines())
+    assert 10 * MIB <= given < 17 * MIB
+    assert abs(used) < 2 * MIB
+    assert given - after < 2 * MIB
 
 
 def test_a_processor_gives_back_what_an_earlier_run_kept(no_other_runs):

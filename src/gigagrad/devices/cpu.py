@@ -6,6 +6,7 @@ import threading
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar
 
 import psutil
@@ -28,10 +29,12 @@ from gigagrad.devices.heap import (
     peak_resident_bytes,
     resident_bytes,
     return_freed_memory,
+    return_largest_freed,
     settle_allocator,
     used_bytes,
 )
 from gigagrad.devices.machine import Machine
+from gigagrad.threads import uninterrupted
 
 _MATRIX_TILES = {torch.bfloat16: "amx_bf16", torch.float16: "amx_fp16"}
 """The capability that a processor needs for its matrix tiles to take numbers of a dtype; their kernels are larger."""
@@ -77,6 +80,9 @@ class Cpu(Device):
         BufferPool.give_back()
         LargeBlocks.let_go()
         return_freed_memory()
+
+    def give_back(self, nbytes: int) -> None:
+        uninterrupted(partial(return_largest_freed, nbytes))
 
     def let_go(self) -> None:
         if LargeBlocks.are_kept():
@@ -127,6 +133,8 @@ class HeapGuard(MemoryGuard):
     _LOOK_SECONDS = 0.005
     _LONGER_LOOK_SECONDS = 0.04
     """Between looks where nothing could be given back."""
+    _AT_ONCE_BYTES = 32 * 2**20
+    """Bytes given back beyond what is too much, so that not every look finds some."""
 
     def __init__(self, device: Device, peak_bytes: int, budget_bytes: int | None) -> None:
         self._device = device
@@ -146,7 +154,7 @@ class HeapGuard(MemoryGuard):
         self._pause = self._tiles_to_go = 1
         self._mapped_pause, self._mapped_tiles = 1, 0
         self._unseen_bytes = self._room_bytes = 0
-        self._serve(in_heap=largest_bytes >= MAPPED_BYTES)
+        self._serve(in_heap=bool(largest_bytes))
 
     @contextmanager
     def computing_tiles(self) -> Iterator[None]:
@@ -162,7 +170,8 @@ class HeapGuard(MemoryGuard):
     @contextmanager
     def computing_whole(self) -> Iterator[None]:
         """Let a whole network take large blocks from the heap. A thread looks every few milliseconds, and gives back
-        what was freed where the next block might exceed the plan: between two looks no more than one is filled.
+        as much of what was freed as the next block might exceed the plan by: between two looks no more than one is
+        filled.
         """
         over = threading.Event()
         looking = threading.Thread(target=self._look_until, args=(over,), name="gigagrad-memory", daemon=True)
@@ -179,15 +188,37 @@ class HeapGuard(MemoryGuard):
     def _look_until(self, over: threading.Event) -> None:
         pause = self._LOOK_SECONDS
         while not over.wait(pause):
-            pause = self._LOOK_SECONDS if self._held_within(self._roof_bytes) else self._LONGER_LOOK_SECONDS
+            pause = self._LOOK_SECONDS if self._hold_within(self._roof_bytes) else self._LONGER_LOOK_SECONDS
 
     def close(self, *, keeps: bool = False) -> None:
-        """End the run: unless it `keeps` what it freed, no more of it stays than between two tiles of blocks that are
-        mapped.
+        """End the run: where it `keeps` what it freed, as much stays as leaves the same room beside it; else no more
+        than between two tiles of blocks that are mapped.
         """
         self._in_heap = keeps
         self._blocks.close(keeps=keeps)
-        self.reserve(0)
+        if keeps:
+            self._hold_within(self._most_kept())
+        else:
+            self.reserve(0)
+
+    def _most_kept(self) -> int:
+        """Return what may be held until the next run, freed blocks included: of the budget, or of what is free without
+        one, at least as much is left for others.
+        """
+        held, used = self._device.held_bytes(), self._device.used_bytes()
+        free = self._device.free_bytes()
+        room = self._budget_bytes if self._budget_bytes is not None else None if free is None else held + free
+        if used is None or room is None:
+            return self._roof_bytes
+        return min(self._roof_bytes, used + max(0, room - used) // 2)
+
+    def _hold_within(self, most: int) -> bool:
+        """Return whether no more is held, with little more given back than that takes."""
+        over = self._without_spare(most) - most
+        if over <= 0:
+            return True
+        self._device.give_back(over + self._AT_ONCE_BYTES)
+        return self._device.held_bytes() <= most or self._held_within(most)
 
     def reserve(self, nbytes: int, *, for_tile: bool = False) -> None:
         """Give back memory before so many bytes are taken: at once from the system, or as a block of a tile. There is a

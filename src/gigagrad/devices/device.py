@@ -100,6 +100,10 @@ class Device(ABC):
     def trim(self) -> None:
         """Give back what was freed."""
 
+    def give_back(self, nbytes: int) -> None:
+        """Give back so many bytes of what was freed, or all of it where there is no choice."""
+        self.trim()
+
     def buffer_pool(self) -> BufferPool | None:
         """Return the pool in which memory of fields that are gone waits for the next ones until `trim`; None where that
         is the business of the device's own allocator.

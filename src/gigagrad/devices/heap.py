@@ -12,11 +12,13 @@ import mmap
 import os
 import sys
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import ClassVar
 from weakref import WeakValueDictionary
 
-from gigagrad.allowances import HEAP_TOP_BYTES, MAPPED_BYTES
+from gigagrad.allowances import ANNOUNCED_BYTES, HEAP_TOP_BYTES, MAPPED_BYTES
 from gigagrad.threads import living
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -3, -4, -8
@@ -30,12 +32,14 @@ _NEVER = -1
 def before_pytorch(*, own_process: bool = False) -> None:
     """Set what PyTorch reads from the environment once, when it is loaded; what the user has set stays.
 
-    Large blocks in huge pages (docs/decisions/0015-huge-pages.md). In a process of our own (the command line) its
-    threads also wait without spinning: beside another busy process, spinning made steps 3 to 20 times slower;
+    Large blocks in huge pages (docs/decisions/0015-huge-pages.md). All threads share one arena before any of them has
+    its own: what is freed in another one no tile finds, nor who gives it back. In a process of our own (the command
+    line) its threads also wait without spinning: beside another busy process, spinning made steps 3 to 20 times slower;
     that a rank was lost is said in one line, without the stack of every connection to it; and a user who has a number
     and no name (clusters, containers) gets one, as PyTorch and others name folders by it.
     """
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
+    _set_options({_M_ARENA_MAX: 1})
     if own_process:
         os.environ.setdefault("OMP_WAIT_POLICY", "passive")
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
@@ -83,6 +87,18 @@ class LargeBlocks:
         """Have the heap give back from now on what no run wants to keep."""
         if cls._kept:
             cls._kept = False
+            cls._set()
+
+    @classmethod
+    @contextmanager
+    def mapped(cls) -> Iterator[None]:
+        """Map blocks for which the heap would have to grow, in the block."""
+        own = cls()
+        own.choose(in_heap=False, holding=cls._now[1])
+        try:
+            yield
+        finally:
+            own._wanting.pop(id(own), None)
             cls._set()
 
     @classmethod
@@ -143,6 +159,34 @@ def return_freed_memory() -> None:
         heap = _heap()
         if heap is not None:
             libc.madvise(ctypes.c_void_p(heap[0]), ctypes.c_size_t(heap[1] - heap[0]), mmap.MADV_NOHUGEPAGE)
+
+
+def return_largest_freed(nbytes: int) -> None:
+    """Give the pages of the largest freed blocks in the heap back to the system, until these were so many bytes; the
+    rest serves the next blocks. To reach them they are taken from the C library, and freed again.
+    """
+    heap = _heap()
+    if heap is None or not sys.platform.startswith("linux"):
+        return
+    libc, (start, end) = _libc(), heap
+    libc.malloc.restype = ctypes.c_void_p
+    enough, size, taken = resident_bytes() - nbytes, 1 << (end - start).bit_length(), []
+    try:
+        with LargeBlocks.mapped():  # the heap does not grow where no freed block is as large
+            while resident_bytes() > enough and size >= ANNOUNCED_BYTES:
+                block = libc.malloc(ctypes.c_size_t(size))
+                if block is None or not start <= block <= end - size:
+                    libc.free(ctypes.c_void_p(block))
+                    size //= 2
+                    continue
+                taken.append(block)
+                first = -(-block // mmap.PAGESIZE) * mmap.PAGESIZE
+                inside = (block + size - first) // mmap.PAGESIZE * mmap.PAGESIZE
+                for advice in (mmap.MADV_DONTNEED, mmap.MADV_NOHUGEPAGE):
+                    libc.madvise(ctypes.c_void_p(first), ctypes.c_size_t(inside), advice)
+    finally:
+        for block in taken:
+            libc.free(ctypes.c_void_p(block))
 
 
 def _heap() -> tuple[int, int] | None:

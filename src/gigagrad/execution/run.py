@@ -93,7 +93,6 @@ class Run:
         _put_what_is_known(self._scalars, prepared, sources, stored)
         place = None if journal is None else journal / key_of(prepared, self._scalars, draws, overflows)
         self.journal, self._first = Journal(place), ranks.index == 0
-        device.let_go()
         self._watch = device.memory_guard(peak_bytes or plan.predicted_peak_bytes, plan.budget_bytes)
         memory = Memory(prepared, self._watch, self._executor, events)
         needed = None if within is None else needed_tiles(prepared, within)
@@ -116,6 +115,8 @@ class Run:
         """Seconds that each pass took, once `run` is over; None where chunks of it were in the journal, and in a
         stream: whoever takes the pieces has a part in that."""
         self._index, self._started = 0, False
+        self._keeps = False
+        """True where memory that it freed may stay for the next step: not behind an error, or a prediction."""
         large = any(node.whole and node.nbytes >= _LARGE_BYTES for node in prepared.graph.nodes)
         self._makes_room = large and device.is_host
         self._result: PassResult | None = None
@@ -152,7 +153,7 @@ class Run:
 
     def _close(self) -> None:
         with self._closing, ExitStack() as stack:  # goes on past errors, the last one first
-            stack.callback(self._watch.close)
+            stack.callback(self._watch.close, keeps=self._keeps)
             stack.callback(self._buffers.close)
             stack.callback(self._executor.close)
             stack.callback(self._readers.shutdown, cancel=True)
@@ -165,6 +166,7 @@ class Run:
         if self._first:  # all have met behind their last chunks
             self.journal.close()
         self.pass_seconds = None if self.journal.taken else self._progress.pass_seconds
+        self._keeps = self._scalars.backward
 
     def stream(self) -> Iterator[Piece]:
         """Yield the boxes and crops of what is delivered in pieces, in row-major order: the output field, or the

@@ -93,8 +93,7 @@ class WholeRun:
         self._events.emit(whole_begun(plan, "whole image"))
         try:
             watch.begin_pass(cost.peak_bytes, 0, unseen_bytes(cost) if step.from_heap else 0)
-            computing = watch.computing_whole if step.watched else watch.computing_tiles
-            with computing():
+            with watch.computing_whole():
                 self._run()
                 if not step.keeps:
                     watch.tile_done()

@@ -149,8 +149,6 @@ class Whole:
     phase: str
     from_heap: bool = False
     """Large blocks come from the heap, which keeps what is freed, and not one by one from the system."""
-    watched: bool = False
-    """The heap gives back what it keeps before that exceeds the plan's peak."""
     keeps: bool = False
     """Memory that it frees stays in the heap for the next step: there is as much room beside it."""
 

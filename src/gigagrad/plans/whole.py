@@ -57,7 +57,7 @@ def _ways(cost: WholeCost, phase: str) -> Iterator[tuple[int, Whole]]:
     small = int(ALLOCATOR_FRAGMENTATION * cost.small_bytes)
     for share in _HEAP_SHARES:
         freed_bytes = max(int(share * cost.peak_bytes), small + unseen_bytes(cost))
-        yield freed_bytes, Whole(phase, from_heap=True, watched=share < ALLOCATOR_FRAGMENTATION)
+        yield freed_bytes, Whole(phase, from_heap=True)
     yield small, Whole(phase)
 
 
