@@ -67,7 +67,8 @@ def main() -> None:
     parser.add_argument("--run", nargs=2, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.run:
-        print(json.dumps(run(*args.run, args.steps)))
+        network, optimizer = args.run
+        print(json.dumps(run(network, optimizer, args.steps)))
         return
     rows = []
     for network in args.networks:
