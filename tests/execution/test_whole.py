@@ -426,7 +426,25 @@ def test_what_a_step_freed_serves_the_next_where_there_is_room(no_other_runs):
     engine.backward(image, target)
     assert LargeBlocks.are_kept()
     tiled = gg.compile(normed(), F.mse_loss, tile=(32, 32))
+    tiled.plan(image, target)
+    assert not LargeBlocks.are_kept()
     tiled.backward(image, target)
+    assert LargeBlocks.are_kept()
+    tiled.forward(image)
+    assert not LargeBlocks.are_kept()
+
+
+def test_nothing_is_kept_behind_a_step_in_tiles_that_fails(no_other_runs):
+    image, target = torch.rand(1, 2, 64, 64), torch.rand(1, 1, 64, 64)
+    tiled = gg.compile(normed(), F.mse_loss, tile=(32, 32))
+
+    def fail(event: Event) -> None:
+        if isinstance(event, TileDone):
+            raise ValueError("no")
+
+    tiled.events.subscribe(fail)
+    with pytest.raises(ValueError, match="no"):
+        tiled.backward(image, target)
     assert not LargeBlocks.are_kept()
 
 

@@ -154,6 +154,7 @@ class HeapGuard(MemoryGuard):
         self._pause = self._tiles_to_go = 1
         self._mapped_pause, self._mapped_tiles = 1, 0
         self._unseen_bytes = self._room_bytes = 0
+        self._large = largest_bytes >= MAPPED_BYTES
         self._serve(in_heap=bool(largest_bytes))
 
     @contextmanager
@@ -288,4 +289,4 @@ class HeapGuard(MemoryGuard):
     def _serve(self, *, in_heap: bool) -> None:
         """Let large blocks of tiles come from the heap, which holds on to what is freed, or from the system."""
         self._in_heap = in_heap
-        self._blocks.choose(in_heap=in_heap and self._at_work, holding=in_heap)
+        self._blocks.choose(in_heap=in_heap and self._at_work and self._large, holding=in_heap)
