@@ -120,14 +120,14 @@ def test_a_view_that_takes_long_is_predicted_when_it_is_asked_for(network_dir, j
 
     def slow(self):
         found = told(self)
-        return {**found, "plans": [{**plan, "seconds": 10.0} for plan in found["plans"]]}
+        return {**found, "plans": [{**plan, "seconds": 20.0} for plan in found["plans"]]}
 
     monkeypatch.setattr(Opened, "describe_live", slow)
     with serving([jpeg_slide], [], [Live(network_dir)]) as address, Browser() as opened:
         opened.open(address)
         opened.wait("document.querySelectorAll('.layer').length >= 2")
         opened.evaluate("document.getElementById('layer-0').click()")
-        opened.wait("document.querySelector('.layer:not(.off) .far p').textContent.includes('about 10 s')")
+        opened.wait("document.querySelector('.layer:not(.off) .far p').textContent.includes('about 20 s')")
         assert opened.evaluate("getComputedStyle(document.querySelector('.far')).display") == "block"
         assert not [each for each in opened.answers if "/slides/0/1/" in each["url"]]
         opened.evaluate("document.querySelector('.layer:not(.off) .far button').click()")

@@ -20,6 +20,7 @@ export interface Place {
 
 const SHARP = 0.6; // of its level, pixels of a live layer that a pixel of the screen shows at least
 const PATIENT_S = 0.8; // of computing for a view that nobody has asked for; the rest of a second brings the pictures
+const CLOSE_PATIENT_S = 10; // the same where pixels are as large as the screen's, and zooming in helps little
 const AT_REST = 1.1; // a view that zooms is as good as there
 const REQUESTS = 6;
 const LIVE_REQUESTS = 3; // one is computed, others are drawn and on their way; the slide's tiles do not wait for them
@@ -343,7 +344,11 @@ export class Stage {
   // Predictions are computed for what will be in view, at the one level that is drawn; none where that takes long.
   private liveLevel(layer: api.LayerInfo): number | undefined {
     const level = this.levelFor(layer);
-    return level === undefined || this.seconds(level, layer) > this.patience ? undefined : level;
+    if (level === undefined) {
+      return undefined;
+    }
+    const close = this.place(false)!.width <= this.element.clientWidth * window.devicePixelRatio;
+    return this.seconds(level, layer) > Math.max(this.patience, close ? CLOSE_PATIENT_S : 0) ? undefined : level;
   }
 
   private levelFor(layer: api.LayerInfo): number | undefined {
