@@ -94,7 +94,7 @@ def serve(there: Connection, kind: str, name: str, side: int, tiles: bool) -> No
     torch.manual_seed(0)
     network = NETWORKS[name](side).train()
     image = torch.rand(1, 3, side, side)
-    dense = name.endswith("unet")
+    dense = name.endswith(("unet", "fpn"))
     target = torch.randint(0, 2, (1, 1, side, side)).float() if dense else torch.tensor([1])
     loss = F.binary_cross_entropy_with_logits if dense else F.cross_entropy
     optimizer = torch.optim.SGD(network.parameters(), 1e-4)

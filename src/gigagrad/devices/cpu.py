@@ -206,10 +206,9 @@ class HeapGuard(MemoryGuard):
         """Return what may be held until the next run, freed blocks included: of the budget, or of what is free without
         one, at least as much is left for others.
         """
-        held, used = self._device.held_bytes(), self._device.used_bytes()
-        free = self._device.free_bytes()
-        room = self._budget_bytes if self._budget_bytes is not None else None if free is None else held + free
-        if used is None or room is None:
+        free = self._device.free_bytes() if self._budget_bytes is None else None
+        room = self._budget_bytes if free is None else self._device.held_bytes() + free
+        if room is None or room >= 2 * self._roof_bytes or (used := self._device.used_bytes()) is None:
             return self._roof_bytes
         return min(self._roof_bytes, used + max(0, room - used) // 2)
 

@@ -26,12 +26,12 @@ _AT_LEAST, _BELOW = "aten.ge.Scalar", "aten.lt.Scalar"
 
 
 class Drawn(NamedTuple):
-    """What draws in a graph the numbers of one call."""
+    """Name what draws the numbers of one call in a graph."""
 
     node: int
     """The operator that draws."""
     compared: str
-    """Of dropout by places the operator that compares uniform numbers, else nothing."""
+    """The operator that compares uniform numbers, of dropout by places; else empty."""
 
 
 def draws_by_call(graph: Graph, calls: tuple[Draw | None, ...] | None) -> tuple[Drawn | None, ...] | None:
