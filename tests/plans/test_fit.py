@@ -277,3 +277,15 @@ def test_a_close_look_ends_where_a_segment_needs_as_much_as_is_known_to_do():
     all_of_it, _ = needed()
     assert needed(below=all_of_it + 1) == (all_of_it, True)
     assert needed(below=2 * MIB + 1)[1] is False
+
+
+def test_what_is_held_beside_a_segment_is_counted_anew():
+    graph = graph_of(residual(4))
+    segment = split_segments(graph, [])[0]
+    fitter = Fitter(problem_of(graph, 500 * MIB), Costs(graph, Machine()), None)
+    shapes = fitter._shapes_of(segment, 1, {}, [("forward", (0, 0))], closely=False)
+    totals = [choice.size_bytes for choice in shapes.choices()]
+    more = shapes.beside(segment, (5 * MIB, 2 * MIB))
+    assert [choice.size_bytes for choice in more.choices()] == [total + 7 * MIB for total in totals]
+    assert more.least_bytes == shapes.least_bytes + 7 * MIB
+    assert [choice.size_bytes for choice in shapes.choices()] == totals
