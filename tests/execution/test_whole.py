@@ -154,6 +154,7 @@ class Dropping(nn.Module):
     def forward(self, x):
         y = self.body(x)
         y = y + F.dropout(2 * y, 0.3, self.training, inplace=True)
+        y = y + F.dropout(y, 0.4, self.training)
         y = y + F.dropout2d(y, 0.5, self.training)
         if self.training:
             y = y + y * y.new_empty(1, 1, 1, 1).bernoulli_(0.8).div_(0.8)
