@@ -97,15 +97,14 @@ class WholeRun:
                 self._run()
                 if not step.keeps:
                     watch.tile_done()
-        except (torch.OutOfMemoryError, NotDrawn) as error:
-            if device.is_host and not isinstance(error, NotDrawn):
+        except NotDrawn as error:
+            self._undo(before)
+            raise NotAtOnce("the model draws random numbers otherwise than it did for the plan") from error
+        except torch.OutOfMemoryError as error:
+            if device.is_host:
                 raise
-            before.restore()
-            _empty(self._filled)
-            why = "the model draws random numbers otherwise than it did for the plan"
-            if not isinstance(error, NotDrawn):
-                why = f"the whole image takes more memory than was predicted ({error})"
-            raise NotAtOnce(why) from error
+            self._undo(before)
+            raise NotAtOnce(f"the whole image takes more memory than was predicted ({error})") from error
         except Exception as error:
             if (refused := refused_by_pytorch(error)) is not None:
                 raise refused from error
@@ -118,6 +117,10 @@ class WholeRun:
     def _known(self) -> dict[str, torch.Tensor]:
         """Parameters, buffers and tensors from outside by their names."""
         return {**self._composite.named_tensors(), **self._prepared.graph.closed}
+
+    def _undo(self, before: Copies) -> None:
+        before.restore()
+        _empty(self._filled)
 
     def _written(self) -> list[torch.Tensor]:
         """Return what the model writes: buffers, weights, tensors from outside."""

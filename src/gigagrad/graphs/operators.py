@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
+from gigagrad.graphs.draws import draws
 from gigagrad.graphs.graph import EACH, FIELD_MAX, FIELD_SUM, MOMENTS, Node, substitute
 from gigagrad.graphs.statistics import average, blended, grouped, merged, moments, normalise, variance
 
@@ -282,7 +283,7 @@ def is_random(op: str) -> bool:
     """Tell whether an operator draws random numbers."""
     if op in _OWN:
         return op == "gigagrad.seed"
-    return torch.Tag.nondeterministic_seeded in function(op).tags  # type: ignore[attr-defined]
+    return draws(function(op), {})
 
 
 def meta(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
