@@ -12,7 +12,9 @@ waits for nobody: another thread may need that lock in order to go on.
 from __future__ import annotations
 
 import _thread
+import atexit
 import gc
+import os
 import sys
 import threading
 import weakref
@@ -271,10 +273,14 @@ def may_wait() -> bool:
 
 _unfinished: set[Task[None]] = set()
 """The tasks that `uninterrupted` was given and that are not over."""
+_idle = deque[SimpleQueue[Task[None]]]()
+"""What threads that have done such a task take the next one from. They stay: a new one may wait for the threads of
+PyTorch's last operator, which keep their cores busy for some milliseconds in case of another.
+"""
 
 
 def uninterrupted(work: Callable[[], object]) -> None:
-    """Do `work` to its end, whatever becomes of the caller: in a thread of its own.
+    """Do `work` to its end, whatever becomes of the caller: in another thread.
 
     Ctrl-C, and another one while the first is dealt with, ends this waiting, not the work. Who must not wait
     (`may_wait`) goes on at once. Raises what the work raised.
@@ -290,25 +296,30 @@ def uninterrupted(work: Callable[[], object]) -> None:
             _share_operators(count)  # as in the caller
         work()
 
-    def finish() -> None:
-        done.run()
-        _unfinished.discard(done)
-
-    def begin() -> None:
-        try:
-            threading.Thread(target=finish, name="gigagrad-close", daemon=False).start()
-        except RuntimeError:  # no more threads: too little memory, or the interpreter's end
-            finish()
-
-    done, begun = Task(whole), Task(begin)
+    done = Task(whole)
     _unfinished.add(done)
     try:
-        _thread.start_new_thread(begun.run, ())
-    except RuntimeError:
-        begun.run()
+        queue = _idle.pop()
+    except IndexError:
+        queue = SimpleQueue()
+        try:
+            _thread.start_new_thread(_finish_all, (queue,))
+        except RuntimeError:  # no more threads: too little memory, or the interpreter's end
+            _finish(done)
+    queue.put(done)
     if waits:
-        begun.wait()
         done.result()
+
+
+def _finish_all(queue: SimpleQueue[Task[None]]) -> None:
+    while True:
+        _finish(queue.get())
+        _idle.append(queue)
+
+
+def _finish(task: Task[None]) -> None:
+    task.run()
+    _unfinished.discard(task)
 
 
 def settle() -> None:
@@ -317,6 +328,17 @@ def settle() -> None:
         task.run()
         task.wait()
         _unfinished.discard(task)
+
+
+def _alone() -> None:
+    """Forget the threads of the process that this one was forked from."""
+    _idle.clear()
+    _unfinished.clear()
+
+
+atexit.register(settle)
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_alone)
 
 
 @contextmanager

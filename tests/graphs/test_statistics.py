@@ -6,7 +6,17 @@ import pytest
 import torch
 
 from gigagrad.graphs import statistics
-from gigagrad.graphs.statistics import average, grouped, merged, moments, normalise, variance
+from gigagrad.graphs.statistics import (
+    average,
+    grouped,
+    mean_and_scale,
+    merged,
+    moments,
+    normalise,
+    running_mean,
+    running_variance,
+    variance,
+)
 
 EVERY = [[0, 2, 3], [2, 3], [1, 2, 3]]
 
@@ -51,7 +61,7 @@ def test_on_a_gpu(layout, dtype):
     """Its kernels of norms give what operators give, and to a normalised field what PyTorch's own gradient is."""
     torch.manual_seed(0)
     field = (3 + torch.randn(2, 24, 37, 41, dtype=torch.float64)).to(dtype).contiguous(memory_format=layout)
-    statistics = [1 + torch.rand(24, dtype=torch.promote_types(dtype, torch.float32)) for _ in range(3)]
+    statistics = [1 + torch.rand(shape, dtype=torch.promote_types(dtype, torch.float32)) for shape in ((2, 24), 24)]
     tolerance = (4 if dtype == torch.bfloat16 else 1e3) * torch.finfo(dtype).eps
     found = []
     for device in ("cpu", "cuda"):
@@ -81,7 +91,7 @@ def test_by_a_kernel_that_reads_a_value_a_channel(layout, monkeypatch):
 
     torch.manual_seed(0)
     field = (3 + torch.randn(2, 6, 9, 11, dtype=torch.float64)).contiguous(memory_format=layout).requires_grad_()
-    leaves = [field, *(torch.rand(6, dtype=torch.float64).requires_grad_() for _ in range(3))]
+    leaves = [field, *(torch.rand(shape, dtype=torch.float64).requires_grad_() for shape in ((2, 6), 6))]
 
     def found():
         values, sums = normalise(*leaves), moments(field, [0, 2, 3])
@@ -162,14 +172,43 @@ def test_normalise():
     mean, scale, shift = (torch.randn(3, dtype=torch.float64, requires_grad=True) for _ in range(3))
     view = (1, 3, 1, 1)
     expected = (field - mean.view(view)) * scale.view(view) + shift.view(view)
-    torch.testing.assert_close(normalise(field, mean, scale, shift), expected)
-    assert torch.autograd.gradcheck(normalise, (field, mean, scale, shift))
+    torch.testing.assert_close(normalise(field, torch.stack([mean, scale]), shift), expected)
+    torch.testing.assert_close(normalise(field, torch.stack([mean, scale]), None), expected - shift.view(view))
+    assert torch.autograd.gradcheck(
+        lambda x, m, s, b: normalise(x, torch.stack([m, s]), b), (field, mean, scale, shift)
+    )
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_mean_and_scale(weighted):
+    torch.manual_seed(0)
+    field = torch.randn(2, 3, 5, 4, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(3, dtype=torch.float64, requires_grad=True) if weighted else None
+    cotangent = torch.randn(2, 3, dtype=torch.float64)
+    leaves = (field, weight) if weighted else (field,)
+    root = (field.var([0, 2, 3], correction=0) + 1e-3).rsqrt()
+    expected = torch.stack([field.mean([0, 2, 3]), root * weight if weighted else root])
+    found = mean_and_scale(moments(field, [0, 2, 3]), weight, 1e-3, torch.float64)
+    torch.testing.assert_close(found, expected)
+    theirs = torch.autograd.grad(expected, leaves, cotangent)
+    for one, other in zip(torch.autograd.grad(found, leaves, cotangent), theirs, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_running_statistics():
+    torch.manual_seed(0)
+    field, norm = torch.randn(2, 3, 5, 4, dtype=torch.float64), torch.nn.BatchNorm2d(3, momentum=0.3).double()
+    old = norm.running_mean.clone(), norm.running_var.clone()
+    norm(field)
+    found = moments(field, [0, 2, 3])
+    torch.testing.assert_close(running_mean(old[0], found, 0.3), norm.running_mean)
+    torch.testing.assert_close(running_variance(old[1], found, 0.3), norm.running_var)
 
 
 def test_half_precision_is_normalised_with_float32_statistics():
     field = torch.randn(1, 3, 5, 4).bfloat16().requires_grad_()
     mean, scale, shift = torch.zeros(3), torch.ones(3, requires_grad=True), torch.zeros(3)
-    output = normalise(field, mean, scale, shift)
+    output = normalise(field, torch.stack([mean, scale]), shift)
     output.float().sum().backward()
     assert output.dtype == field.grad.dtype == torch.bfloat16
     assert scale.grad.dtype == torch.float32
@@ -193,7 +232,7 @@ def test_field_and_cotangent_may_be_laid_out_differently(name):
     """Transposed tokens have a batch stride at which PyTorch's own backward of batch norm goes wrong."""
     torch.manual_seed(0)
     field = FIELDS[name]().requires_grad_()
-    statistics = [torch.randn(5, dtype=torch.float64, requires_grad=True) for _ in range(3)]
+    statistics = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in ((2, 5), 5)]
     cotangent = torch.randn(1, 16, 5, dtype=torch.float64).transpose(1, 2).reshape(1, 5, 4, 4)
     inputs = (field, *statistics)
     expected = torch.autograd.grad(normalise(*inputs), inputs, cotangent.contiguous())
@@ -204,11 +243,11 @@ def test_field_and_cotangent_may_be_laid_out_differently(name):
 def test_statistics_may_be_one_value_expanded():
     torch.manual_seed(0)
     field = FIELDS["channels last"]().requires_grad_()
-    mean, scale, shift = (torch.randn(1, dtype=torch.float64).expand(5) for _ in range(3))
-    mean.requires_grad_(), scale.requires_grad_()
-    plain = [value.contiguous().detach().requires_grad_() for value in (mean, scale, shift)]
+    both, shift = torch.randn(2, 1, dtype=torch.float64).expand(2, 5), torch.randn(1, dtype=torch.float64).expand(5)
+    both.requires_grad_()
+    plain = [value.contiguous().detach().requires_grad_() for value in (both, shift)]
     cotangent = torch.randn_like(field)
-    ours = torch.autograd.grad(normalise(field, mean, scale, shift), (field, mean, scale), cotangent)
-    theirs = torch.autograd.grad(normalise(field, *plain), (field, *plain[:2]), cotangent)
+    ours = torch.autograd.grad(normalise(field, both, shift), (field, both), cotangent)
+    theirs = torch.autograd.grad(normalise(field, *plain), (field, plain[0]), cotangent)
     for one, other in zip(ours, theirs, strict=True):
         torch.testing.assert_close(one, other)

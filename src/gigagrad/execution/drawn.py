@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
 from typing import Any, Final, NamedTuple
 from weakref import WeakKeyDictionary
@@ -11,13 +10,11 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from gigagrad.devices import Device
-from gigagrad.execution.seeds import SEED, drawing, key_of, seed_of
+from gigagrad.execution.seeds import GENERATORS, SEED, drawing, key_of, seed_of
 from gigagrad.graphs import Draw, Graph
 from gigagrad.graphs.draws import DRAWING, DROPOUTS
 from gigagrad.graphs.operators import uniform
 
-GENERATORS: Final = threading.RLock()
-"""Held by whoever seeds PyTorch's generators, which are those of all threads."""
 _OF_DROPOUT: Final = frozenset(function.__name__ for function in DROPOUTS)
 _NAMES: Final = {"aten.native_dropout.default": "bernoulli", "aten.normal_functional.default": "normal"}
 """Operators of a captured program, each with what draws in its place where PyTorch runs by itself."""

@@ -16,10 +16,9 @@ import torch
 from torch.autograd.graph import get_gradient_edge
 
 from gigagrad.devices import Device
-from gigagrad.execution.drawn import GENERATORS
 from gigagrad.execution.gradient_scale import GradientScale, multiplied
 from gigagrad.execution.refusals import explained
-from gigagrad.execution.seeds import drawing, seed_of
+from gigagrad.execution.seeds import GENERATORS, drawing, seed_of
 from gigagrad.graphs import GATHER, Call, Graph
 from gigagrad.graphs.op_rules import Bound, plain
 from gigagrad.plans import Segment, levels

@@ -5,8 +5,10 @@ So neither the order in which a plan computes them, nor what else it draws, nor 
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping
 from types import MappingProxyType
+from typing import Final
 from weakref import WeakKeyDictionary
 
 import torch
@@ -18,6 +20,8 @@ from gigagrad.ranks import Ranks
 
 _drawing: WeakKeyDictionary[Graph, Mapping[int, int]] = WeakKeyDictionary()
 """Answers for the graphs that are there: every run asks."""
+GENERATORS: Final = threading.RLock()
+"""Held by whoever seeds PyTorch's generators, which are those of all threads."""
 SEED = "gigagrad.seed"
 ROUNDINGS = -1
 """In the place of an operator's number: what rounds kept fields."""
@@ -37,7 +41,8 @@ def draws_of(run: int, seed: int | None, ranks: Ranks, *, drawn: bool) -> int:
         own = int(torch.randint(2**62, ())) if drawn else 0, bytes(torch.get_rng_state().numpy()).hex()
     number, state = ranks.all_gather_object(own)[0] if ranks.count > 1 or own is None else own
     if ranks.index:
-        torch.set_rng_state(torch.frombuffer(bytearray.fromhex(state), dtype=torch.uint8))
+        with GENERATORS:
+            torch.set_rng_state(torch.frombuffer(bytearray.fromhex(state), dtype=torch.uint8))
     return int(number)
 
 

@@ -16,7 +16,17 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from gigagrad.graphs.draws import draws
 from gigagrad.graphs.graph import EACH, FIELD_MAX, FIELD_SUM, MOMENTS, Node, substitute
-from gigagrad.graphs.statistics import average, blended, grouped, merged, moments, normalise, variance
+from gigagrad.graphs.statistics import (
+    average,
+    grouped,
+    mean_and_scale,
+    merged,
+    moments,
+    normalise,
+    running_mean,
+    running_variance,
+    variance,
+)
 
 _HALVES: Final = frozenset({torch.float16, torch.bfloat16})
 _AT_ONCE: Final = 2**20
@@ -217,7 +227,8 @@ def _int64(value: int) -> int:
 
 
 _FUNCTIONS: tuple[Callable[..., Any], ...] = (
-    *(class_weights, field_sum, field_max, field_bins, moments, grouped, average, variance, blended, normalise),
+    *(class_weights, field_sum, field_max, field_bins, moments, grouped, average, variance, mean_and_scale),
+    *(running_mean, running_variance, normalise),
     *(attention, gather, item, positions, seed, uniform),
 )
 _OWN = {f"gigagrad.{own.__name__}": own for own in _FUNCTIONS}

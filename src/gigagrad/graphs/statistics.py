@@ -160,17 +160,53 @@ def variance(moments: torch.Tensor, correction: float) -> torch.Tensor:
     return moments[3] / (moments[0] - correction).clamp(min=0)
 
 
-def blended(old: torch.Tensor, new: torch.Tensor, momentum: float) -> torch.Tensor:
-    """Return a running statistic after a step, in its own dtype; it is computed in float64."""
+def running_mean(old: torch.Tensor, moments: torch.Tensor, momentum: float) -> torch.Tensor:
+    """Return a running mean after a step, in its own dtype; it is computed in float64."""
+    return _blended(old, average(moments), momentum)
+
+
+def running_variance(old: torch.Tensor, moments: torch.Tensor, momentum: float) -> torch.Tensor:
+    """Return the same of a variance, the new one by the number of values less 1."""
+    return _blended(old, variance(moments, 1), momentum)
+
+
+def _blended(old: torch.Tensor, new: torch.Tensor, momentum: float) -> torch.Tensor:
     return (old.double() * (1 - momentum) + new * momentum).to(old.dtype)
+
+
+class _MeanAndScale(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, moments: torch.Tensor, weight: torch.Tensor | None, eps: float, dtype: torch.dtype
+    ) -> torch.Tensor:
+        root = (variance(moments, 0) + eps).rsqrt()
+        ctx.save_for_backward(moments[0], root, weight)
+        return torch.stack([average(moments), root if weight is None else root * weight]).to(dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        count, root, weight = ctx.saved_tensors
+        to_mean, to_scale = cotangents[0].double()
+        to_root = to_scale if weight is None else to_scale * weight
+        to_squares = -0.5 * to_root * root.pow(3) / count
+        to_weight = (to_scale * root).to(weight.dtype) if ctx.needs_input_grad[1] else None
+        return torch.stack([torch.zeros_like(to_mean), to_mean, to_mean, to_squares]), to_weight, None, None
+
+
+def mean_and_scale(moments: torch.Tensor, weight: torch.Tensor | None, eps: float, dtype: torch.dtype) -> torch.Tensor:
+    """Return the mean of the values that have these moments, and what their differences from it are multiplied by in a
+    norm, `weight / sqrt(variance + eps)`: `(2, C)` of moments `(4, C)`, computed in float64.
+    """
+    if moments.device.type == "meta":
+        return moments.new_empty((2, *moments.shape[1:]), dtype=dtype)
+    result: torch.Tensor = _MeanAndScale.apply(moments, weight, eps, dtype)  # type: ignore[no-untyped-call]
+    return result
 
 
 class _Normalise(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, field: torch.Tensor, mean: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor
-    ) -> torch.Tensor:
-        output, *saved = _normalised(field, mean, scale, shift)
+    def forward(ctx: Any, field: torch.Tensor, statistics: torch.Tensor, shift: torch.Tensor | None) -> torch.Tensor:
+        output, *saved = _normalised(field, statistics, shift)
         ctx.save_for_backward(*saved)
         return output
 
@@ -188,15 +224,17 @@ class _Normalise(torch.autograd.Function):
         if apart:
             slope = _wide(scale)
             to_field = torch.batch_norm_elemt(cotangent, None, None, torch.zeros_like(slope), slope, 0.0)
-        return (to_field if asked else None), -scale * to_shift, to_scale, to_shift
+        return (
+            to_field if asked else None,
+            torch.stack([-scale * to_shift, to_scale]),
+            to_shift if ctx.needs_input_grad[2] else None,
+        )
 
 
-def _normalised(
-    field: torch.Tensor, mean: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor
-) -> list[torch.Tensor]:
+def _normalised(field: torch.Tensor, statistics: torch.Tensor, shift: torch.Tensor | None) -> list[torch.Tensor]:
     """Return the normalised field, and what its gradient needs."""
     # The kernel reads them by pointer, and one value expanded to all channels has a stride of 0.
-    mean, scale, shift = mean.contiguous(), scale.contiguous(), shift.contiguous()
+    (mean, scale), shift = statistics.contiguous(), None if shift is None else shift.contiguous()
     ones, field = torch.ones_like(mean), _standard(field)
     return [torch.native_batch_norm(field, scale, shift, mean, ones, False, 0.0, 0.0)[0], field, mean, scale, ones]
 
@@ -213,11 +251,13 @@ def _standard(field: torch.Tensor) -> torch.Tensor:
     return field if field.stride() == strides(field.shape, layout) else field.clone(memory_format=layout)
 
 
-def normalise(field: torch.Tensor, mean: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:
-    """`(field - mean) * scale + shift` per channel (axis 1) of `(N, C, ...)`; the statistics have shape `(C,)`."""
+def normalise(field: torch.Tensor, statistics: torch.Tensor, shift: torch.Tensor | None) -> torch.Tensor:
+    """`(field - mean) * scale + shift` per channel (axis 1) of `(N, C, ...)`. `statistics`: mean and scale, `(2, C)`;
+    shift `(C,)`, None for 0.
+    """
     if field.device.type == "meta":
         return torch.empty_like(field)
     if not torch.is_grad_enabled():
-        return _normalised(field, mean, scale, shift)[0]
-    result: torch.Tensor = _Normalise.apply(field, mean, scale, shift)  # type: ignore[no-untyped-call]
+        return _normalised(field, statistics, shift)[0]
+    result: torch.Tensor = _Normalise.apply(field, statistics, shift)  # type: ignore[no-untyped-call]
     return result

@@ -196,8 +196,8 @@ class BatchNormEval(ChannelLayer):
             mean, scale = operands[mean_at], torch.rsqrt(operands[variance_at] + eps)
             if weight_at is not None:
                 scale = scale * operands[weight_at]
-            shift = torch.zeros_like(mean) if bias_at is None else operands[bias_at]
-            return normalise(operands[field], mean, scale, shift)
+            shift = None if bias_at is None else operands[bias_at]
+            return normalise(operands[field], torch.stack([mean, scale]), shift)
 
         return run
 
@@ -214,7 +214,7 @@ class Normalise(Pointwise):
         return field.spatial if field.patches and field.spatial[0] == -rank else require_nchw(call)
 
     def error_gains(self, call: Call, read: Sequence[Gains], value: Callable[[Ref], torch.Tensor]) -> Gains | None:
-        return scaled_gains(read[0], value(call["scale"]).abs())
+        return scaled_gains(read[0], value(call["statistics"])[1].abs())
 
 
 class Counted(Pointwise):

@@ -23,7 +23,7 @@ _MOST_POOLED = 16
 """Rows of weights up to which features are added up tile by tile: each row is a pass over them."""
 _NONE, _MEAN = 0, 1  # ATen's codes for a loss's reduction; 2 is the sum
 
-register(Whole(differentiable=False), [FIELD_MAX])
+register(Whole(differentiable=False), [FIELD_MAX, "gigagrad.running_mean", "gigagrad.running_variance"])
 register(
     Whole(on_images=True),
     aten("_native_batch_norm_legit.no_stats _native_batch_norm_legit_functional group_norm instance_norm"),
@@ -225,17 +225,13 @@ def _statistics_dtype(dtype: torch.dtype) -> torch.dtype:
     return dtype if dtype == torch.float64 else torch.float32
 
 
-def _normalised(
-    builder: Builder, field: Ref, mean: Ref, variance: Ref, eps: float, weight: Ref | None, bias: Ref | None
-) -> Ref:
-    """Normalise by statistics of shape (C,) in float64, whatever the field's dtype."""
-    scale = builder.aten("rsqrt.default", builder.aten("add.Scalar", variance, eps))
-    if weight is not None:
-        scale = builder.aten("mul.Tensor", scale, weight)
+def _normalised(builder: Builder, field: Ref, moments: Ref, eps: float, weight: Ref | None, bias: Ref | None) -> Ref:
+    """Normalise by moments of shape (4, C), in float64 whatever the field's dtype."""
     dtype = _statistics_dtype(builder.node(field).dtype)
-    mean, scale = (builder.to_dtype(value, dtype) for value in (mean, scale))
-    shift = builder.aten("zeros_like.default", mean) if bias is None else builder.to_dtype(bias, dtype)
-    return builder.one("gigagrad.normalise", {"field": field, "mean": mean, "scale": scale, "shift": shift})
+    named = {"moments": moments, "weight": weight, "eps": eps, "dtype": dtype}
+    statistics = builder.one("gigagrad.mean_and_scale", named)
+    shift = None if bias is None else builder.to_dtype(bias, dtype)
+    return builder.one("gigagrad.normalise", {"field": field, "statistics": statistics, "shift": shift})
 
 
 @rewrites(ON_FIELDS, aten("_native_batch_norm_legit.no_stats _native_batch_norm_legit_functional"))
@@ -252,17 +248,12 @@ def _batch_norm(builder: Builder, op: str, arguments: dict[str, Any]) -> Any:
     if math.prod(node.shape) == node.shape[1]:
         raise NotTileable("training-mode batch normalisation of a single value per channel")
     moments = builder.reduction(MOMENTS, field, [dim for dim in range(rank) if dim != 1])
-    mean, variance = builder.mean_and_variance(moments)
-    output = _normalised(builder, field, mean, variance, arguments["eps"], arguments["weight"], arguments["bias"])
+    output = _normalised(builder, field, moments, arguments["eps"], arguments["weight"], arguments["bias"])
     if running[0] is None:
         return [output, None, None]
-    _, unbiased = builder.mean_and_variance(moments, correction=1)
     updated = [
-        builder.one(
-            "gigagrad.blended",
-            {"old": old, "new": builder.aten("detach.default", new), "momentum": arguments["momentum"]},
-        )
-        for old, new in zip(running, (mean, unbiased), strict=True)
+        builder.one(f"gigagrad.{name}", {"old": old, "moments": moments, "momentum": arguments["momentum"]})
+        for name, old in zip(("running_mean", "running_variance"), running, strict=True)
     ]
     return [output, None, None, *updated]
 
@@ -273,14 +264,10 @@ def _group_norm(builder: Builder, op: str, arguments: dict[str, Any]) -> Ref:
     images, channels, *_ = builder.nchw(field)
     moments = builder.reduction(MOMENTS, field, [2, 3])
     apart = builder.aten("view.default", moments, [4, images, groups, channels // groups])
-    together = builder.one("gigagrad.grouped", {"moments": apart})
-    mean, variance = builder.mean_and_variance(builder.aten("unsqueeze.default", together, -1))
-    shape = [images, groups, channels // groups]
-    mean, variance = (
-        builder.aten("reshape.default", builder.aten("expand.default", v, shape), [images * channels])
-        for v in (mean, variance)
+    together = builder.aten("unsqueeze.default", builder.one("gigagrad.grouped", {"moments": apart}), -1)
+    return _per_image(
+        builder, builder.aten("expand.default", together, [4, images, groups, channels // groups]), arguments
     )
-    return _per_image(builder, field, mean, variance, arguments)
 
 
 @rewrites(ON_FIELDS, aten("instance_norm"))
@@ -289,26 +276,23 @@ def _instance_norm(builder: Builder, op: str, arguments: dict[str, Any]) -> Ref:
     images, channels, *_ = builder.nchw(field)
     if arguments["use_input_stats"]:
         assert arguments["running_mean"] is None, "tracing updates them itself"
-        mean, variance = builder.mean_and_variance(builder.reduction(MOMENTS, field, [2, 3]))
-    else:
-        mean, variance = (
-            builder.aten("expand.default", builder.to_dtype(arguments[name], torch.float64), [images, channels])
-            for name in ("running_mean", "running_var")
-        )
-    mean, variance = (builder.aten("reshape.default", v, [images * channels]) for v in (mean, variance))
-    return _per_image(builder, field, mean, variance, arguments)
+        return _per_image(builder, builder.reduction(MOMENTS, field, [2, 3]), arguments)
+    # Moments of one value: what the model has learnt is its mean and its variance.
+    mean, variance = (builder.to_dtype(arguments[name], torch.float64) for name in ("running_mean", "running_var"))
+    one, none = builder.aten("ones_like.default", mean), builder.aten("zeros_like.default", mean)
+    moments = builder.aten("unsqueeze.default", builder.aten("stack.default", [one, mean, none, variance]), 1)
+    return _per_image(builder, builder.aten("expand.default", moments, [4, images, channels]), arguments)
 
 
-def _per_image(builder: Builder, field: Ref, mean: Ref, variance: Ref, arguments: dict[str, Any]) -> Ref:
-    """Normalise by statistics of shape (N * C,): every image has its own, so the batch becomes channels."""
+def _per_image(builder: Builder, moments: Ref, arguments: dict[str, Any]) -> Ref:
+    """Normalise by moments `(4, N, ...)`, C of each image: every image has its own, so the batch becomes channels."""
+    field, weight, bias = arguments["input"], arguments["weight"], arguments["bias"]
     images, channels, height, width = builder.node(field).shape
-    weight, bias = (
-        None if value is None else builder.aten("repeat.default", value, [images]) if images > 1 else value
-        for value in (arguments["weight"], arguments["bias"])
-    )
+    moments = builder.aten("reshape.default", moments, [4, images * channels])
     if images > 1:
         field = builder.aten("view.default", field, [1, images * channels, height, width])
-    output = _normalised(builder, field, mean, variance, arguments["eps"], weight, bias)
+        weight, bias = (None if v is None else builder.aten("repeat.default", v, [images]) for v in (weight, bias))
+    output = _normalised(builder, field, moments, arguments["eps"], weight, bias)
     return builder.aten("view.default", output, [images, channels, height, width]) if images > 1 else output
 
 
