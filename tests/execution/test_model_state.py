@@ -1,6 +1,9 @@
+import copy
+
 import pytest
 import torch
 
+import gigagrad as gg
 from gigagrad.execution.model_state import coming_state_bytes, tensors_in, usual_state_bytes
 from gigagrad.training.apollo import Apollo
 
@@ -108,3 +111,41 @@ def test_its_hooks_are_not_run():
     optimizer = torch.optim.Adam(parameters())
     optimizer.register_step_pre_hook(lambda *_: pytest.fail("a hook ran"))
     assert coming_state_bytes(optimizer) > 0
+
+
+class Remembering(torch.nn.Module):
+    """Keeps what a buffer held before."""
+
+    def __init__(self, of):
+        super().__init__()
+        self.convolution, self.of = torch.nn.Conv2d(1, 1, 3), of
+        self.now = torch.nn.Buffer(torch.tensor([1.0, 2.0, 4.0]))
+        self.before = torch.nn.Buffer(of(torch.zeros(3)).clone())
+
+    def forward(self, x):
+        self.before.copy_(self.of(self.now))
+        self.now.mul_(3)
+        return self.convolution(x) * self.before.sum()
+
+
+OF = {
+    "itself": lambda now: now,
+    "a copy": torch.clone,
+    "a part": lambda now: now[1:2],
+    "dropout that drops nothing": lambda now: torch.nn.functional.dropout(now, 0.0),
+}
+
+
+@pytest.mark.parametrize("name", OF)
+@pytest.mark.parametrize("in_tiles", [False, True])
+def test_a_buffer_takes_what_another_one_held_before_the_step(name, in_tiles):
+    model = Remembering(OF[name])
+    plain, image, target = copy.deepcopy(model), torch.rand(1, 1, 9, 9), torch.rand(1, 1, 7, 7)
+    engine = gg.compile(model, torch.nn.functional.mse_loss)
+    engine.in_tiles = in_tiles
+    for _ in range(2):
+        torch.nn.functional.mse_loss(plain(image), target).backward()
+        engine.backward(image, target)
+        for (path, ours), theirs in zip(model.named_buffers(), plain.buffers(), strict=True):
+            assert torch.equal(ours, theirs), path
+    torch.testing.assert_close(model.convolution.weight.grad, plain.convolution.weight.grad)

@@ -142,6 +142,13 @@ def test_losses(name):
     assert graph.has_loss
 
 
+def test_copies_leave_no_node():
+    """Not those of dropout that drops nothing, either; a copy that is to lie otherwise stays."""
+    graph = check(lambda x: F.dropout(x.relu().clone(), 0.0).tanh())
+    assert [node.op for node in graph.nodes][-2:] == ["aten.relu.default", "aten.tanh.default"]
+    assert any("clone" in node.op for node in check(lambda x: x.relu().transpose(2, 3).contiguous()).nodes)
+
+
 def test_a_dead_branch_leaves_no_node():
     graph = check(lambda x: (x + 0 * x.sigmoid().shape[0]).relu())
     assert not any("sigmoid" in node.op for node in graph.nodes)

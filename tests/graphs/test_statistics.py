@@ -185,9 +185,9 @@ def test_mean_and_scale(weighted):
     field = torch.randn(2, 3, 5, 4, dtype=torch.float64, requires_grad=True)
     weight = torch.randn(3, dtype=torch.float64, requires_grad=True) if weighted else None
     cotangent = torch.randn(2, 3, dtype=torch.float64)
-    leaves = (field, weight) if weighted else (field,)
+    leaves = [field] if weight is None else [field, weight]
     root = (field.var([0, 2, 3], correction=0) + 1e-3).rsqrt()
-    expected = torch.stack([field.mean([0, 2, 3]), root * weight if weighted else root])
+    expected = torch.stack([field.mean([0, 2, 3]), root if weight is None else root * weight])
     found = mean_and_scale(moments(field, [0, 2, 3]), weight, 1e-3, torch.float64)
     torch.testing.assert_close(found, expected)
     theirs = torch.autograd.grad(expected, leaves, cotangent)

@@ -54,10 +54,13 @@ def leave_state(composite: LossModule, updates: Mapping[str, torch.Tensor], capt
             path, _, own = name.rpartition(".")
             owner = composite.get_submodule(path)
             setattr(owner, own, value.clone() if buffer is None else value.to(buffer, copy=True))
+    memory = {buffer.untyped_storage()._cdata for pairs in written.values() for buffer, _ in pairs.values()}
     with torch.no_grad():
         for pairs in written.values():
             buffers, values = zip(*pairs.values(), strict=True)
-            torch._foreach_copy_(buffers, values)
+            # What a buffer takes may be what another one held before.
+            apart = [value.clone() if value.untyped_storage()._cdata in memory else value for value in values]
+            torch._foreach_copy_(buffers, apart)
     for name in captured.frozen:
         frozen = captured.graph.closed[name] if name in captured.graph.closed else composite.get_parameter(name)
         frozen.requires_grad_(False)

@@ -77,7 +77,7 @@ def _scores(builder: Builder, weights: Ref) -> tuple[Ref, Ref, float] | None:
 
 
 def _made_by(builder: Builder, value: Ref) -> Node:
-    """Return what made a value, behind copies of it (dropout that drops nothing)."""
+    """Return what made a value, behind copies of it."""
     node = builder.node(value)
     while node.op in ("aten.clone.default", SCATTER):
         node = builder.node(node.arguments["value" if node.op == SCATTER else "self"])
