@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 pytest.importorskip("starlette", reason="needs gigagrad[view]")
@@ -21,6 +23,11 @@ TOKEN = "a-token-of-this-test"
 PAGE = {"index.html": b"<!doctype html>", "page.js": b"//", "page.css": b"", "icon.svg": b"", "licences.txt": b""}
 
 Serve = Callable[..., TestClient]
+
+
+def levels_of(data: bytes, *shape: int) -> np.ndarray:
+    """Return what a tile of a layer holds."""
+    return np.frombuffer(zlib.decompress(data), np.uint8).reshape(shape)
 
 
 @pytest.fixture

@@ -21,7 +21,7 @@ REQUESTS = 200
 def test_sixty_four_clients_get_all_that_they_ask_for(page, monkeypatch, predicted, jpeg_label, capfd):
     with running(monkeypatch, predicted, masks=[jpeg_label.parent]) as (_, _, host, token):
         addresses = [f"slides/0/0/{level}/{x}/{y}" for level, x, y in ((0, 0, 0), (0, 1, 0), (0, 1, 1), (1, 0, 0))]
-        addresses += [f"slides/0/{layer}/0/{x}/0?form=outline" for layer in (1, 2, 4) for x in (0, 1)]
+        addresses += [f"slides/0/{layer}/0/{x}/0?margin=4" for layer in (1, 2, 4) for x in (0, 1)]
         addresses += ["catalog", "slides/0", "slides/0/thumbnail", "slides/0/3/0/0/0?channel=0"]
 
         def client(seed: int) -> Counter[int]:

@@ -1,17 +1,16 @@
 """Where two predictions of a slide differ is a layer, and its pixels are counted."""
 
-import io
 import json
 import shutil
 
 import numpy as np
 import pytest
 import tifffile
-from PIL import Image as Pillow
 
 from gigagrad.images import MaskClass
 from gigagrad.view.pyramids import AGREED, FALSE, MISSED
 from gigagrad.view.slides import _as_named
+from tests.view.conftest import levels_of
 
 
 @pytest.fixture
@@ -45,7 +44,7 @@ def test_classes_that_differ_are_drawn_and_counted(two, serve):
     named = {kind["id"]: kind["name"] for kind in layer["classes"]}
     assert named[MISSED] == f"only in {other}"
     assert named[FALSE] == f"only in {one}"
-    drawn = np.asarray(Pillow.open(io.BytesIO(client.get(f"slides/0/{number}/0/0/0").content)))
+    drawn = levels_of(client.get(f"slides/0/{number}/0/0/0").content, 512, 512)
     expected = np.repeat([FALSE, AGREED, MISSED, 0], [100, 200, 200, 12])
     np.testing.assert_array_equal(drawn[:, 5], expected)
     told = client.get(f"slides/0/{number}/counts").json()
@@ -57,7 +56,7 @@ def test_probabilities_that_differ_are_drawn_by_how_much(two, serve):
     client = serve(*two)
     layers = client.get("slides/0").json()["layers"]
     number = next(n for n, layer in enumerate(layers, 1) if layer["name"] == "Difference of probabilities")
-    drawn = np.asarray(Pillow.open(io.BytesIO(client.get(f"slides/0/{number}/0/0/0").content)))
+    drawn = levels_of(client.get(f"slides/0/{number}/0/0/0").content, 512, 512)
     np.testing.assert_array_equal(drawn[:, 5], np.repeat([255, 155, 100, 0], [100, 200, 200, 12]))
     shares = client.get(f"slides/0/{number}/counts?channel=0").json()["shares"]
     assert [shares[level] for level in (0, 100, 155, 255)] == pytest.approx([2 / 7, 2 / 7, 2 / 7, 1 / 7])

@@ -1,22 +1,15 @@
-"""Tiles of layers are pictures with transparency, in the colours of the legend."""
-
-import io
+"""Tiles of layers hold class ids, and probabilities in 256 levels."""
 
 import numpy as np
 import pytest
-from PIL import Image as Pillow
 
-from gigagrad.errors import ConfigError
 from gigagrad.images import MaskClass
 from gigagrad.images.views import ArrayImage
-from gigagrad.view.layers import Layer, Shades, Style, as_levels, classes_in, jpeg
+from gigagrad.view.layers import Layer, Shades, as_levels, classes_in, jpeg
 from gigagrad.view.pyramids import ImagePyramid
+from tests.view.conftest import levels_of
 
 CLASSES = (MaskClass(1, "tumour", (10, 20, 30)), MaskClass(2, "stroma", (40, 50, 60)))
-
-
-def rgba(picture):
-    return np.asarray(Pillow.open(io.BytesIO(picture)).convert("RGBA"))
 
 
 def layer(ids, kind="classes", classes=CLASSES):
@@ -32,49 +25,21 @@ def ids():
     return found
 
 
-def test_classes_are_filled_in_their_colours(ids):
-    got = rgba(layer(ids).picture(0, 0, 0, Style()))
-    assert got[15, 15].tolist() == [10, 20, 30, 255]
-    assert got[15, 45].tolist() == [40, 50, 60, 255]
-    assert got[5, 5, 3] == got[0, 0, 3] == 0
+def test_a_tile_holds_class_ids_and_what_is_around_it(ids):
+    np.testing.assert_array_equal(levels_of(layer(ids).tile(0, 0, 0), 40, 60), ids[0])
+    np.testing.assert_array_equal(levels_of(layer(ids).tile(0, 0, 0, margin=4), 48, 68), np.pad(ids[0], 4))
+    large = np.arange(600 * 700, dtype=np.uint32).astype(np.uint8).reshape(1, 600, 700)
+    found = levels_of(layer(large).tile(0, 1, 0, margin=4), 520, 196)
+    np.testing.assert_array_equal(found, np.pad(large[0, :516, 508:], [(4, 0), (0, 4)]))
+    assert layer(ids).tile(0, 1, 0) is None
 
 
-def test_outlines_are_where_a_region_meets_another(ids):
-    got = rgba(layer(ids).picture(0, 0, 0, Style("outline")))
-    assert got[10, 20].tolist() == [10, 20, 30, 255]
-    assert got[20, 29].tolist() == [10, 20, 30, 255]
-    assert got[20, 30].tolist() == [40, 50, 60, 255]
-    assert got[20, 20, 3] == got[20, 40, 3] == 0
-
-
-def test_a_line_has_a_dark_edge_and_no_edge_where_its_class_is_hidden(ids):
-    got = rgba(layer(ids).picture(0, 0, 0, Style("outline", frozenset([2]))))
-    assert got[20, 27].tolist() == [10, 20, 30, 255]
-    assert got[20, 26].tolist() == [20, 20, 24, 255]
-    assert got[20, 25, 3] == 0
-    assert not got[10:30, 30:34, 3].any()
-    assert got[0, 0, 3] == 0, "ignored"
-
-
-def test_a_region_that_fills_a_tile_has_no_outline_inside_of_the_slide():
-    ids = np.ones((1, 600, 1100), np.uint8)
-    got = rgba(layer(ids).picture(0, 1, 0, Style("outline")))
-    assert not got[5:, :, 3].any()
-
-
-def test_a_hidden_class_is_not_drawn(ids):
-    got = rgba(layer(ids).picture(0, 0, 0, Style(hidden=frozenset([2]))))
-    assert got[15, 15, 3] == 255
-    assert got[15, 45, 3] == 0
-
-
-def test_small_probabilities_are_faint_and_large_ones_yellow():
+def test_a_tile_holds_the_probabilities_of_a_channel():
     shares = np.linspace(0, 1, 256, dtype=np.float32).reshape(1, 1, 256)
-    got = rgba(layer(shares, "probabilities", ()).picture(0, 0, 0, Style()))[0]
-    assert got[0, 3] == 0
-    assert np.all(np.diff(got[:, 3].astype(int)) >= 0)
-    assert got[70, 3] == 255
-    assert got[255].tolist() == [253, 231, 37, 255]
+    both = layer(np.concatenate([shares, 1 - shares]), "probabilities")
+    assert levels_of(both.tile(0, 0, 0), 256).tolist() == [*range(256)]
+    assert levels_of(both.tile(0, 0, 0, channel=1), 256).tolist() == [*range(255, -1, -1)]
+    assert both.tile(0, 0, 0, channel=9) == both.tile(0, 0, 0, channel=1)
 
 
 def test_probabilities_are_read_as_bytes_and_as_floats():
@@ -89,13 +54,6 @@ def test_values_are_told_in_words(ids):
     assert shown.value(0, 0) == "ignored"
     shares = layer(np.full((2, 4, 4), 51, np.uint8), "probabilities")
     assert shares.value(0.5, 0.5) == "tumour 0.200, stroma 0.200"
-
-
-def test_styles_are_read_from_an_address():
-    assert Style.parse({"form": "outline", "hide": "1,20"}) == Style("outline", frozenset([1, 20]))
-    assert Style.parse({}) == Style()
-    with pytest.raises(ConfigError, match="expected form=fill"):
-        Style.parse({"hide": "1;2"})
 
 
 def test_classes_that_nobody_named_are_found_in_the_pixels(ids):

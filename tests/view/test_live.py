@@ -1,14 +1,12 @@
 """What is predicted in view is what the whole slide's prediction holds there, bit for bit."""
 
 import asyncio
-import io
 import threading
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from PIL import Image as Pillow
 from torch import nn
 
 import gigagrad as gg
@@ -21,7 +19,7 @@ from gigagrad.models import Normalise
 from gigagrad.view.catalog import find
 from gigagrad.view.live import Live
 from gigagrad.view.pyramids import TILE
-from tests.view.conftest import TOKEN
+from tests.view.conftest import TOKEN, levels_of
 
 
 def test_tiles_hold_the_bytes_that_predict_writes(serve, predicted, network_dir, jpeg_slide):
@@ -37,7 +35,7 @@ def test_tiles_hold_the_bytes_that_predict_writes(serve, predicted, network_dir,
     for number, kind in ((1, "masks"), (2, "probabilities")):
         with open_image(predicted / kind / "small.tif") as written:
             expected = written.read(box)[0]
-        got = np.asarray(Pillow.open(io.BytesIO(client.get(f"slides/0/{number}/0/0/1").content)))
+        got = levels_of(client.get(f"slides/0/{number}/0/0/1").content, *expected.shape)
         np.testing.assert_array_equal(got, expected)
     assert len(np.unique(expected)) > 10
     told = client.get("slides/0/pixel/600/10?live=1").json()["layers"]
@@ -80,7 +78,7 @@ def test_an_engine_predicts_what_is_in_view(serve, jpeg_slide):
     assert [kind["name"] for kind in shares["classes"]] == ["Background", "a", "b"]
     with torch.no_grad():
         expected = model(torch.from_numpy(slide.read(Box.whole(60, 90)))[None])[0].argmax(0)
-    got = np.asarray(Pillow.open(io.BytesIO(client.get("slides/0/1/0/0/0").content)))
+    got = levels_of(client.get("slides/0/1/0/0/0").content, 60, 90)
     np.testing.assert_array_equal(got, expected)
     assert not engine.events.has_listeners, "its own bars are shown as before"
     with pytest.raises(ConfigError, match="leave memory, device, trust out"):
@@ -183,6 +181,6 @@ def test_where_two_networks_differ_is_a_layer_of_its_own(serve, network_dir, jpe
         ("Difference now", ["one", "other"]),
         ("Difference of probabilities now", ["one", "other"]),
     ]
-    drawn = Pillow.open(io.BytesIO(client.get("slides/0/5/0/0/0").content))
-    assert {*np.unique(np.asarray(drawn)).tolist()} <= {0, 1}, "a network agrees with itself"
+    drawn = levels_of(client.get("slides/0/5/0/0/0").content, TILE, TILE)
+    assert {*np.unique(drawn).tolist()} <= {0, 1}, "a network agrees with itself"
     assert client.get("slides/0/5/counts").status_code == 404

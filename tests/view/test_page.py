@@ -56,9 +56,11 @@ def test_the_page_loads_nothing_from_elsewhere_and_is_light():
 
 
 @contextmanager
-def serving(sources: Sequence[Path], masks: Sequence[Path], networks: Sequence[Live] = ()) -> Iterator[str]:
+def serving(
+    sources: Sequence[Path], masks: Sequence[Path], predictions: Path | None = None, networks: Sequence[Live] = ()
+) -> Iterator[str]:
     """Give the address of a server in this process."""
-    catalog = find(sources, masks)
+    catalog = find(sources, masks, predictions)
     slides, token = Slides(catalog.items, networks), new_token()
     assert PAGE is not None
     app = application(catalog, slides, PAGE, token=token)
@@ -87,7 +89,7 @@ def served(predicted, jpeg_label, network_dir, run_dir) -> Iterator[str]:
     )
     other = folder / "other.tif"
     tifffile.imwrite(other, tifffile.imread(predicted / "masks" / "small.tif"), tile=(256, 256))
-    with serving([predicted, other, folder], [jpeg_label.parent], [Live(network_dir)]) as address:
+    with serving([predicted, other, folder], [jpeg_label.parent], networks=[Live(network_dir)]) as address:
         yield address
 
 
@@ -123,7 +125,7 @@ def test_a_view_that_takes_long_is_predicted_when_it_is_asked_for(network_dir, j
         return {**found, "plans": [{**plan, "seconds": 20.0} for plan in found["plans"]]}
 
     monkeypatch.setattr(Opened, "describe_live", slow)
-    with serving([jpeg_slide], [], [Live(network_dir)]) as address, Browser() as opened:
+    with serving([jpeg_slide], [], networks=[Live(network_dir)]) as address, Browser() as opened:
         opened.open(address)
         opened.wait("document.querySelectorAll('.layer').length >= 2")
         opened.evaluate("document.getElementById('layer-0').click()")
@@ -287,6 +289,64 @@ class TestPage:
             shape = narrow.evaluate("[stage.clientHeight, stage.clientWidth]")
             assert width * shape[0] / shape[1] >= 2999
             assert not narrow.problems
+
+    def test_classes_are_filled_outlined_and_hidden_and_probabilities_drawn_by_their_size(self, tmp_path):
+        ids = np.zeros((400, 600), np.uint8)
+        ids[100:300, 100:300], ids[100:300, 300:500], ids[190:200, 400:410] = 1, 2, 255
+        shares = np.zeros((400, 600), np.uint8)
+        shares[:] = np.clip(2 * (np.arange(600) - 172), 0, 255)
+        slide, mask, folder = tmp_path / "slide.tif", tmp_path / "slide_mask.tif", tmp_path / "probabilities"
+        folder.mkdir()
+        tifffile.imwrite(slide, np.full((400, 600, 3), 255, np.uint8), tile=(256, 256))
+        tifffile.imwrite(mask, ids, tile=(256, 256))
+        tifffile.imwrite(folder / "slide.tif", shares, tile=(256, 256))
+        with serving([slide], [mask], folder / "slide.tif") as address, Browser() as page:
+
+            def colour(x: int, y: int) -> list[int]:
+                """Return what is drawn of a pixel of the slide, which is four of the screen wide."""
+                place = f"stage.clientWidth / 2 + {4 * (x - 300) + 2}, stage.clientHeight / 2 + {4 * (y - 200) + 2}"
+                script = f"((x, y) => {DRAWN % ('x', 'y')})({place})"
+                found: list[int] = page.evaluate(script)[:3]
+                return found
+
+            def until(place: tuple[int, int], wanted: list[int]) -> None:
+                end = time.monotonic() + 60
+                while colour(*place) != wanted:
+                    assert time.monotonic() < end, (place, colour(*place), page.problems)
+
+            page.open(address)
+            page.wait("document.querySelectorAll('.layer').length === 2")
+            page.open(f"{address}#slide=0&x=300&y=200&width={page.evaluate('stage.clientWidth / 4')}")
+            white, dark = [255] * 3, [20, 20, 24]
+            told = page.evaluate("fetch('slides/0').then((each) => each.json())")["layers"][0]["classes"]
+            one, two = ([*each["color"]] for each in told)
+            until((250, 101), one)
+            until((301, 200), two)
+            assert colour(300, 200) == two
+            assert colour(297, 200) == one
+            assert colour(296, 200) == dark
+            assert colour(295, 200) == colour(304, 200) == colour(250, 99) == colour(405, 195) == white
+            page.key("o")
+            until((290, 200), one)
+            assert colour(300, 200) == colour(399, 195) == two
+            assert colour(405, 195) == white, "ignored"
+            asked = [-1, 0]
+            while asked[-1] != asked[-2]:  # other colours need no other pixels
+                page.evaluate("document.querySelectorAll('.legend input')[1].click()")
+                until((350, 200), white if len(asked) % 2 == 0 else two)
+                until((290, 200), one)
+                tiles = "performance.getEntriesByType('resource').filter((each) => each.name.includes('/slides/0/1/'))"
+                asked.append(page.evaluate(f"{tiles}.length"))
+                assert len(asked) < 9, asked
+            page.key("1")
+            page.evaluate("document.getElementById('opacity-1').value = 100")
+            page.evaluate("document.getElementById('opacity-1').dispatchEvent(new Event('input'))")
+            page.key("2")
+            until((350, 200), [253, 231, 37])
+            until((172, 200), white)
+            until((236, 200), [33, 144, 141])  # of one half
+            assert white > colour(177, 200) > colour(190, 200), "the smaller the fainter"
+            assert not page.problems
 
     def test_a_gigapixel_slide_is_drawn_whole_and_pixel_by_pixel(self, tmp_path):
         """Of 16000 x 64000 px and its levels; blocks are left out of the file, but one in the middle of level 0."""

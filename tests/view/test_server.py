@@ -154,13 +154,16 @@ def test_a_huge_request_is_refused_before_anything_is_made_of_it(client):
 
 @pytest.mark.parametrize(
     "query",
-    ["form=stripes", "hide=a", "hide=1,,2", "channel=-1", "channel=123456", "path=/etc/passwd", "form=fill&x=1"],
+    [
+        *("channel=a", "channel=-1", "channel=123456", "channel=", "channel=1&x=1", "margin=17", "margin=000001"),
+        *("margin=\u0664", "path=/etc/passwd", "layer=1", "live=2"),
+    ],
 )
-def test_an_unknown_style_is_refused_in_one_line(client, query):
+def test_unknown_words_behind_an_address_are_refused_in_one_line(client, query):
     answer = client.get(f"{TILE}?{query}")
     assert answer.status_code == 400
     assert answer.text.count("\n") == 1
-    assert "expected form=fill" in answer.text
+    assert "expected a small number for channel or margin or live" in answer.text
 
 
 def test_a_slide_that_has_become_a_link_is_not_opened(serve, jpeg_slide, tmp_path):

@@ -16,7 +16,6 @@ from gigagrad.cohorts.rows import told_apart
 from gigagrad.errors import ConfigError
 from gigagrad.images import open_image, write_pyramid
 from gigagrad.view.catalog import Item, Predicted, find
-from gigagrad.view.layers import Style
 from gigagrad.view.slides import MOST_OPEN, Opened, Slides
 
 
@@ -87,7 +86,7 @@ def test_a_layer_that_can_t_be_read_is_told_and_the_slide_is_shown(jpeg_slide, t
     opened = Opened(find([jpeg_slide], [wrong]).items[0])
     assert not opened.layers
     assert "must show the same part of the slide" in opened.problems[0]
-    assert opened.tile(0, 0, 0, 0, Style()) is not None
+    assert opened.tile(0, 0, 0, 0) is not None
     opened.close()
 
 
@@ -368,5 +367,5 @@ def test_floats_are_drawn_between_those_that_are_numbers(tmp_path):
     tifffile.imwrite(tmp_path / "floats.tif", pixels, tile=(16, 16))
     opened = Opened(find([tmp_path / "floats.tif"]).items[0])
     assert -1 <= opened.shades.low < opened.shades.high <= 1
-    assert opened.tile(0, 0, 0, 0, Style()) is not None
+    assert opened.tile(0, 0, 0, 0) is not None
     opened.close()

@@ -1,7 +1,8 @@
 // What the server tells; every address is relative to the page's own, which holds the token. A report has no server: it
 // holds what one would tell.
 
-import { answerOf, picture, report } from "./recorded";
+import { inflated, MARGIN_PX, padded } from "./levels";
+import { answerOf, levelsOf, report } from "./recorded";
 
 export interface Catalog {
   slides: { name: string; folder: string; scores: Record<string, number> }[];
@@ -39,6 +40,7 @@ export interface SlideInfo {
   dtype: string;
   tile: number;
   levels: Shape[];
+  colors: Kind["color"][]; // of class ids from 1 on, where a layer names none
   layers: LayerInfo[];
   problems: string[];
   plans: Plan[];
@@ -118,11 +120,34 @@ async function ask<T>(address: string, signal?: AbortSignal): Promise<T> {
   if (report) {
     return (await answerOf(address)) as T;
   }
+  return (await (await answered(address, signal)).json()) as T;
+}
+
+async function answered(address: string, signal?: AbortSignal): Promise<Response> {
   const answer = await fetch(address, { signal: signal ?? null, credentials: "omit" });
   if (!answer.ok) {
     throw new Error((await answer.text()).trim() || `the server answers ${answer.status}`);
   }
-  return (await answer.json()) as T;
+  return answer;
+}
+
+const HELD = 128; // tiles, a quarter of a megabyte each: in other colours they are drawn at once
+const held = new Map<string, Uint8Array>();
+
+// The class ids or levels of probability of a layer's tile, if `outlined` with what is around it.
+export async function levels(slide: number, layer: number, place: string, channel: number, outlined: boolean, signal?: AbortSignal): Promise<Uint8Array> {
+  if (report) {
+    const found = await levelsOf(report.slides[slide]!, layer, channel);
+    return outlined ? padded(found, report.slides[slide]!.info.layers[layer]!.levels[0]!) : found;
+  }
+  const address = `slides/${slide}/${layer + 1}/${place}?channel=${channel}&margin=${outlined ? MARGIN_PX : 0}`;
+  const found = held.get(address) ?? (await inflated((await answered(address, signal)).body!));
+  held.delete(address);
+  held.set(address, found); // the last one
+  if (held.size > HELD) {
+    held.delete(held.keys().next().value!);
+  }
+  return found;
 }
 
 export const catalog = () => ask<Catalog>("catalog");
@@ -138,5 +163,4 @@ export const thumbnail = (number: number) => report?.slides[number]!.picture ?? 
 export const values = (number: number, y: number, x: number, live: boolean, signal: AbortSignal) =>
   ask<Values | null>(`slides/${number}/pixel/${y}/${x}${live ? "?live=1" : ""}`, signal);
 export const curves = (run: number, start: number) => ask<Curves>(`runs/${run}/${start}`);
-export const tile = (slide: number, layer: number, level: number, x: number, y: number, style: string) =>
-  report ? picture(report.slides[slide]!, layer, style) : `slides/${slide}/${layer}/${level}/${x}/${y}${style && `?${style}`}`;
+export const tile = (slide: number, place: string) => report?.slides[slide]!.picture ?? `slides/${slide}/0/${place}`;

@@ -1,6 +1,7 @@
 import * as api from "./api";
 import type { LayerInfo, Plan, SlideInfo } from "./api";
 import { at, colour, grouped, make, scoreLines } from "./dom";
+import { ramp } from "./levels";
 import type { Panes } from "./panes";
 import { isAttention, PatchList } from "./patches";
 import { called } from "./readout";
@@ -9,7 +10,6 @@ import { duration, workPlace } from "./working";
 
 const AGREED = 1; // the id of pixels that are the same in both
 const LONGEST_S = 60; // that anybody is asked to wait for one view
-const VIRIDIS = ["#440154", "#472c7a", "#3b518b", "#2c718e", "#21908d", "#27ad81", "#5cc863", "#aadc32", "#fde725"];
 
 export function startingStates(info: SlideInfo): LayerState[] {
   const label = info.layers.some((layer) => layer.name.startsWith("Label"));
@@ -264,9 +264,9 @@ export class Panel {
       select.value = String(state.channel);
       rows.push(make("div", { class: "row" }, make("label", { for: `channel-${index}` }, "Of"), select));
     }
-    const ramp = make("div", { class: "ramp", role: "img", "aria-label": `Colours from ${layer.between.length ? "difference" : "probability"} 0, clear and violet, over 0.5, green, to 1, yellow` });
-    ramp.style.background = `linear-gradient(90deg, transparent, transparent 0%, ${VIRIDIS.map((each, at_) => `${at_ < 2 ? each + (at_ ? "80" : "00") : each} ${(100 * at_) / 8}%`).join(", ")})`;
-    rows.push(ramp, make("div", { class: "row ends", "aria-hidden": "true" }, make("span", {}, "0"), make("span", {}, "0.5"), make("span", {}, "1")));
+    const scale = make("div", { class: "ramp", role: "img", "aria-label": `Colours from ${layer.between.length ? "difference" : "probability"} 0, clear and violet, over 0.5, green, to 1, yellow` });
+    scale.style.background = ramp();
+    rows.push(scale, make("div", { class: "row ends", "aria-hidden": "true" }, make("span", {}, "0"), make("span", {}, "0.5"), make("span", {}, "1")));
     return rows;
   }
 }

@@ -4,8 +4,8 @@ import { COLOURS, plot, type Plot } from "./curves";
 import { at, colour, grouped, make } from "./dom";
 import { start } from "./main";
 import { startingStates } from "./panel";
-import { decoded, picture, type Card, type Facts, type Pictured, type Point, type Report, type Table } from "./recorded";
-import { styleOf, type LayerState } from "./stage";
+import { type Card, type Facts, type Pictured, type Point, type Report, type Table } from "./recorded";
+import { wholeLayer, type LayerState } from "./stage";
 
 const MOST_DOTS = 40;
 const PAPER_PX = 660; // width of a chart on paper
@@ -250,7 +250,7 @@ class Picture {
   readonly element: HTMLElement;
   private readonly over: HTMLImageElement[];
 
-  constructor(readonly slide: Pictured, number: number) {
+  constructor(readonly slide: Pictured, private readonly number: number) {
     const { info, caption, alt } = slide;
     this.states = startingStates(info);
     this.over = info.layers.map((layer, index) => {
@@ -263,14 +263,14 @@ class Picture {
     stack.style.setProperty("--ratio", String(info.width / info.height));
     const inside = slide.picture ? [make("a", { href: `#slide=${number}`, "aria-label": `Look at ${info.name} closely` }, stack)] : [];
     this.element = make("figure", { class: "picture" }, ...inside, make("figcaption", {}, info.name, make("span", {}, caption)));
-    void decoded(slide).then(() => info.layers.forEach((_, index) => this.draw(index)));
+    info.layers.forEach((_, index) => void this.draw(index));
   }
 
   switch(name: string, on: boolean): void {
     this.slide.info.layers.forEach((layer, index) => {
       if (layer.name === name) {
         this.states[index]!.on = on;
-        this.draw(index);
+        void this.draw(index);
       }
     });
   }
@@ -281,16 +281,20 @@ class Picture {
       if (layer.name === name) {
         this.states[index]!.channel = layer.classes.findIndex((each) => each.name === kind);
         this.over[index]!.removeAttribute("src");
-        this.draw(index);
+        void this.draw(index);
       }
     });
   }
 
-  private draw(index: number): void {
+  private async draw(index: number): Promise<void> {
     const [image, state] = [this.over[index]!, this.states[index]!];
-    image.hidden = !state.on || state.channel < 0;
+    const { channel } = state;
+    image.hidden = !state.on || channel < 0;
     if (!image.hidden && !image.src) {
-      image.src = picture(this.slide, index + 1, styleOf(this.slide.info.layers[index]!, state));
+      const canvas = await wholeLayer(this.number, this.slide.info, index, state);
+      if (state.channel === channel) {
+        image.src = canvas.toDataURL();
+      }
     }
   }
 }

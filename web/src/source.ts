@@ -1,13 +1,26 @@
 import OpenSeadragon from "openseadragon";
 import type { Shape } from "./api";
 
+// A tile of a level as OpenSeadragon wants it, and what leaves it when it does not any more.
+export interface Wanted {
+  src: string;
+  level: number; // as the server counts
+  x: number;
+  y: number;
+  shape: Shape;
+  signal: AbortSignal;
+}
+
+type Load = (signal: AbortSignal) => Promise<HTMLImageElement | HTMLCanvasElement>;
+
 // Levels as the server has them: any sizes, the largest first. OpenSeadragon counts from the smallest.
 export function tileSource(
   width: number,
   height: number,
   tile: number,
   levels: Shape[],
-  url: (level: number, x: number, y: number) => string,
+  url: (level: number, x: number, y: number) => string, // which tells tiles apart
+  load: (wanted: Wanted) => ReturnType<Load>,
   transparent: boolean,
   requests: Requests,
 ): OpenSeadragon.TileSource {
@@ -21,6 +34,7 @@ export function tileSource(
     minLevel: 0,
     maxLevel: last,
   } as unknown as OpenSeadragon.TileSourceOptions);
+  const shapeOf = (level: number, x: number, y: number): Shape => [Math.min(tile, shape(level)[0] - y * tile), Math.min(tile, shape(level)[1] - x * tile)];
   const tall = height / width;
   const { Point, Rect } = OpenSeadragon;
   Object.assign(source, {
@@ -34,15 +48,17 @@ export function tileSource(
     },
     getTileBounds: (level: number, x: number, y: number, isSource?: boolean) => {
       const [h, w] = shape(level);
-      const wide = Math.min(tile, w - x * tile);
-      const high = Math.min(tile, h - y * tile);
+      const [high, wide] = shapeOf(level, x, y);
       return isSource
         ? new Rect(0, 0, wide, high)
         : new Rect((x * tile) / w, ((y * tile) / h) * tall, wide / w, (high / h) * tall);
     },
     getTileUrl: (level: number, x: number, y: number) => url(last - level, x, y),
     hasTransparency: () => transparent,
-    downloadTileStart: (job: Job) => requests.add(job),
+    downloadTileStart: (job: Job) => {
+      const { level, x, y } = job.tile;
+      requests.add(job, (signal) => load({ src: job.src, level: last - level, x, y, shape: shapeOf(level, x, y), signal }));
+    },
   });
   return source;
 }
@@ -51,32 +67,39 @@ export function tileSource(
 interface Job {
   src: string;
   jobId: number | null;
-  tile: { bounds: OpenSeadragon.Rect; loading: boolean; tiledImage: OpenSeadragon.TiledImage & { viewer: OpenSeadragon.Viewer } };
-  finish: (data: HTMLImageElement, request: null, type: string) => void;
+  tile: { level: number; x: number; y: number; bounds: OpenSeadragon.Rect; loading: boolean; tiledImage: OpenSeadragon.TiledImage & { viewer: OpenSeadragon.Viewer } };
+  finish: (data: HTMLImageElement | CanvasRenderingContext2D, request: null, type: string) => void;
   fail: (why: string) => void;
+}
+
+// Ask for a picture of the slide, until the signal says to leave it.
+export function picture(address: string, signal: AbortSignal): Promise<HTMLImageElement> {
+  const image = new Image();
+  signal.addEventListener("abort", () => { image.src = ""; });
+  return new Promise((done, fail) => {
+    image.onload = () => done(image);
+    image.onerror = () => fail(new Error("the server gives no picture"));
+    image.src = address;
+  });
 }
 
 // Asks for tiles, `most` at a time: the nearest to the middle of the view first, and only what will be in view when it
 // has come to rest. OpenSeadragon would go on with all that it has begun.
 export class Requests {
-  private readonly waiting = new Set<Job>();
-  private readonly asked = new Map<Job, HTMLImageElement>();
+  private readonly waiting = new Map<Job, Load>();
+  private readonly asked = new Map<Job, AbortController>();
 
   constructor(private readonly most: number) {}
 
-  add(job: Job): void {
-    this.waiting.add(job);
+  add(job: Job, load: Load): void {
+    this.waiting.set(job, load);
     this.next();
   }
 
   // Leave what is not in view any more.
   prune(): void {
-    for (const job of [...this.waiting, ...this.asked.keys()].filter((each) => !Number.isFinite(away(each)))) {
-      const image = this.asked.get(job);
-      if (image) {
-        image.onload = image.onerror = null;
-        image.src = "";
-      }
+    for (const job of [...this.waiting.keys(), ...this.asked.keys()].filter((each) => !Number.isFinite(away(each)))) {
+      this.asked.get(job)?.abort();
       this.waiting.delete(job);
       this.asked.delete(job);
       window.clearTimeout(job.jobId ?? undefined);
@@ -88,21 +111,32 @@ export class Requests {
 
   private next(): void {
     while (this.asked.size < this.most && this.waiting.size) {
-      const [job, far] = [...this.waiting].map((each) => [each, away(each)] as const).reduce((one, other) => (other[1] < one[1] ? other : one));
+      const [job, far] = [...this.waiting.keys()].map((each) => [each, away(each)] as const).reduce((one, other) => (other[1] < one[1] ? other : one));
       if (!Number.isFinite(far)) {
         return; // until the view moves
       }
-      this.waiting.delete(job);
-      const image = new Image();
-      this.asked.set(job, image);
-      const over = (done: () => void) => () => {
-        this.asked.delete(job);
-        done();
-        this.next();
-      };
-      image.onload = over(() => job.finish(image, null, "image"));
-      image.onerror = over(() => job.fail("the server gives no picture"));
-      image.src = job.src;
+      void this.ask(job, this.waiting.get(job)!);
+    }
+  }
+
+  private async ask(job: Job, load: Load): Promise<void> {
+    const leaving = new AbortController();
+    this.waiting.delete(job);
+    this.asked.set(job, leaving);
+    try {
+      const found = await load(leaving.signal);
+      if (!leaving.signal.aborted) {
+        const isImage = found instanceof HTMLImageElement;
+        job.finish(isImage ? found : found.getContext("2d")!, null, isImage ? "image" : "context2d");
+      }
+    } catch (error) {
+      if (!leaving.signal.aborted) {
+        job.fail((error as Error).message);
+      }
+    }
+    if (this.asked.get(job) === leaving) {
+      this.asked.delete(job);
+      this.next();
     }
   }
 }

@@ -1,8 +1,9 @@
 import OpenSeadragon from "openseadragon";
 import * as api from "./api";
+import { coloursOf, drawn } from "./levels";
 import { Lines, type Square, type View } from "./lines";
 import { Readout } from "./readout";
-import { Requests, tileSource } from "./source";
+import { picture, Requests, tileSource } from "./source";
 
 export interface LayerState {
   on: boolean;
@@ -196,7 +197,6 @@ export class Stage {
   }
 
   show(number: number, info: api.SlideInfo, states: LayerState[], place?: Place): void {
-    const first = this.number !== number;
     this.number = number;
     this.info = info;
     this.states = states;
@@ -207,13 +207,13 @@ export class Stage {
     this.lines.works = [];
     this.lines.segment = -1;
     this.viewer.close();
-    const source = tileSource(info.width, info.height, info.tile, info.levels, (level, x, y) =>
-      api.tile(number, 0, level, x, y, ""), false, this.requests);
+    const source = tileSource(info.width, info.height, info.tile, info.levels, (level, x, y) => api.tile(number, `${level}/${x}/${y}`),
+      (job) => picture(job.src, job.signal), false, this.requests);
     this.viewer.addOnceHandler("open", () => {
       // The panel that has come beside it has made it smaller, which the viewer has not seen yet.
       this.viewer.viewport.resize(new OpenSeadragon.Point(this.element.clientWidth, this.element.clientHeight));
       this.viewer.viewport.goHome(true);
-      if (place && first) {
+      if (place) {
         this.go(place, true);
       }
       info.layers.forEach((_, index) => this.draw(index));
@@ -254,11 +254,16 @@ export class Stage {
       return;
     }
     const [x, y, width, height] = layer.part ?? [0, 0, info.width, info.height];
-    const style = styleOf(layer, state);
     const number = this.number;
+    const colours = coloursOf(layer, state.hidden, info.colors);
+    const outlined = isOutlined(layer, state);
+    const style = styleOf(layer, state);
+    const channel = state.channel;
     const levels = live === undefined ? layer.levels : [layer.levels[live]!];
-    const source = tileSource(width, height, info.tile, levels, (level, column, row) =>
-      api.tile(number, index + 1, live ?? level, column, row, style), true, layer.live ? this.liveRequests : this.requests);
+    const source = tileSource(width, height, info.tile, levels, (level, column, row) => `${number}/${index}/${live ?? level}/${column}/${row}/${style}`,
+      async ({ level, x: column, y: row, shape, signal }) =>
+        drawn(await api.levels(number, index, `${live ?? level}/${column}/${row}`, channel, outlined, signal), shape, colours, outlined),
+      true, layer.live ? this.liveRequests : this.requests);
     this.viewer.addTiledImage({
       tileSource: source,
       x: x / info.width,
@@ -484,6 +489,10 @@ export class Stage {
     if (on !== this.smoothed) {
       this.smoothed = on;
       this.viewer.drawer.setImageSmoothingEnabled(on);
+      const { sketchContext } = this.viewer.drawer as unknown as { sketchContext: CanvasRenderingContext2D | null };
+      if (sketchContext) { // what lies over the slide, which OpenSeadragon would go on smoothing
+        sketchContext.imageSmoothingEnabled = on;
+      }
       this.viewer.forceRedraw();
     }
   }
@@ -499,13 +508,15 @@ export class Stage {
   }
 }
 
-export function styleOf(layer: api.LayerInfo, state: LayerState): string {
-  const words: string[] = [];
-  if (layer.kind === "probabilities") {
-    words.push(...(state.channel ? [`channel=${state.channel}`] : []));
-  } else {
-    words.push(...(state.form === "outline" ? ["form=outline"] : []));
-    words.push(...(state.hidden.size ? [`hide=${[...state.hidden].sort((a, b) => a - b).join(",")}`] : []));
-  }
-  return words.join("&");
+const isOutlined = (layer: api.LayerInfo, state: LayerState) => state.form === "outline" && layer.kind !== "probabilities";
+
+// What tells the pictures of a layer apart.
+const styleOf = (layer: api.LayerInfo, state: LayerState) => [state.channel, isOutlined(layer, state), ...[...state.hidden].sort()].join(",");
+
+// A layer as its state says, as a whole: reports have one tile of each.
+export async function wholeLayer(slide: number, info: api.SlideInfo, index: number, state: LayerState): Promise<HTMLCanvasElement> {
+  const layer = info.layers[index]!;
+  const outlined = isOutlined(layer, state);
+  const levels = await api.levels(slide, index, "0/0/0", state.channel, outlined);
+  return drawn(levels, layer.levels[0]!, coloursOf(layer, state.hidden, info.colors), outlined);
 }

@@ -1,4 +1,4 @@
-"""Slides of a prediction folder as a report holds them: one overview each, and class ids of what lies over it.
+"""Slides of a prediction folder as a report holds them: one overview each, and the levels of what lies over it.
 
 A slide is opened where its record says that it lies, if it is still as large there; else the picture stands in that
 `predict` drew. All pictures together are bounded in bytes, whatever their number.
@@ -16,18 +16,14 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any, Final
 
-import numpy as np
-from numpy.typing import NDArray
-
 from gigagrad.boxes import Box
 from gigagrad.cohorts import Row
 from gigagrad.cohorts.records import SlideResult
 from gigagrad.errors import GigagradError
 from gigagrad.files import size_of
-from gigagrad.masks.classes import as_bytes
 from gigagrad.units import format_seconds
 from gigagrad.view.catalog import Item, find
-from gigagrad.view.layers import Layer, as_levels, colours_of_shares, png
+from gigagrad.view.layers import Layer, deflated
 from gigagrad.view.pyramids import TILE, nearest
 from gigagrad.view.slides import Opened
 
@@ -53,8 +49,8 @@ def slides_of(
     """Return the pictures of the slides with the lowest Dice as the page takes them, how many slides more have any, and
     the names of those of which a picture cannot be read.
 
-    A picture is a dictionary: `info` as the page is told of a slide, `picture` and `layers` as data URIs, `caption` and
-    `alt`.
+    A picture is a dictionary: `info` as the page is told of a slide, `picture` as a data URI, `layers` as the levels of
+    each class of each, deflated and in base64, `caption` and `alt`.
     """
     items = _items(run_dir, predictions_dir)
     wanted = [(each, _wanted(each, _item(each, items), predictions_dir)) for each in records]
@@ -130,45 +126,29 @@ def _drawn(item: Item, room: int, caption: str, alt: str) -> dict[str, Any] | No
     info |= {"tile": _SIDE_PX, "levels": [shape], "patches": []}
     for told, (_, classes, size) in zip(info["layers"], layers, strict=True):
         told |= {"levels": [size], "classes": [told["classes"][number] for number in classes]}
-    uris = [[_uri("png", data) for data in pictures] for pictures, _, _ in layers]
-    return {"info": info, "picture": _uri("jpeg", data), "layers": uris, "caption": caption, "alt": alt}
+    levels = [[_base64(each) for each in pictures] for pictures, _, _ in layers]
+    picture = f"data:image/jpeg;base64,{_base64(data)}"
+    return {"info": info, "picture": picture, "layers": levels, "caption": caption, "alt": alt}
 
 
 def _layer(layer: Layer, room: int) -> tuple[list[bytes], list[int], tuple[int, int]]:
-    """Draw a layer as PNGs, and say of which of its classes and how large: class ids in one picture, in grey;
-    probabilities in colours, a picture for each class."""
-    classes = list(range(len(layer.classes)))
-    if layer.kind == "probabilities":
-        return _shares(layer, room)
-    shape = _within(layer, _LAYER_PX)
-    ids = as_bytes(nearest(layer.pyramid, shape, Box.whole(*shape))[0])
-    return [_png(ids)], classes, shape
-
-
-def _shares(layer: Layer, room: int) -> tuple[list[bytes], list[int], tuple[int, int]]:
-    """Draw probabilities, of the classes that there is most of, as large as half of the room allows."""
-    side = TILE
+    """Deflate the levels of a layer, and say of which of its classes and how large: class ids once, probabilities of
+    the classes that there is most of, as large as half of the room allows."""
+    shares = layer.kind == "probabilities"
+    side = TILE if shares else _LAYER_PX
     while True:
-        shape = _within(layer, side)
-        levels = as_levels(nearest(layer.pyramid, shape, Box.whole(*shape)))
-        most = sorted(np.argsort(-levels.mean(axis=(1, 2)), kind="stable")[:_MOST_CLASSES].tolist())
-        pictures = [png(levels[number], colours_of_shares(), 9) for number in most]
+        height, width = layer.pyramid.shapes[0]
+        scale = min(1.0, side / max(height, width))
+        shape = max(1, round(height * scale)), max(1, round(width * scale))
+        pixels = nearest(layer.pyramid, shape, Box.whole(*shape))
+        if not shares:
+            return [deflated(layer.levels(pixels), 9)], list(range(len(layer.classes))), shape
+        levels = [layer.levels(pixels, channel) for channel in range(len(pixels))]
+        most = sorted(sorted(range(len(levels)), key=lambda number: -levels[number].mean())[:_MOST_CLASSES])
+        pictures = [deflated(levels[number], 9) for number in most]
         if sum(map(len, pictures)) <= room // 2 or side <= _LEAST_PX:
             return pictures, most[: len(layer.classes)], shape
         side //= 2
-
-
-def _within(layer: Layer, side: int) -> tuple[int, int]:
-    """Return height and width of a layer that is at most so large."""
-    height, width = layer.pyramid.shapes[0]
-    scale = min(1.0, side / max(height, width))
-    return max(1, round(height * scale)), max(1, round(width * scale))
-
-
-def _png(ids: NDArray[np.uint8]) -> bytes:
-    import imagecodecs
-
-    return bytes(imagecodecs.png_encode(np.ascontiguousarray(ids), level=9))
 
 
 def _overview(opened: Opened, room: int) -> tuple[bytes, tuple[int, int]]:
@@ -186,5 +166,5 @@ def _overview(opened: Opened, room: int) -> tuple[bytes, tuple[int, int]]:
         picture.thumbnail((side, side), Pillow.Resampling.LANCZOS)
 
 
-def _uri(kind: str, data: bytes) -> str:
-    return f"data:image/{kind};base64,{base64.b64encode(data).decode('ascii')}"
+def _base64(data: bytes) -> str:
+    return base64.b64encode(data).decode("ascii")

@@ -1,22 +1,19 @@
-"""Draw what lies over a slide tile by tile: class ids in their colours or outlined, probabilities by a colour map."""
+"""Tell a page what lies over a slide, tile by tile: class ids and levels of probability, which it draws in colours."""
 
 from __future__ import annotations
 
-import io
-import re
-from collections.abc import Mapping, Sequence
+import zlib
+from collections.abc import Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
-from functools import cache
 from math import prod
 from threading import Event
-from typing import Any, Final, Literal, Self
+from typing import Any, Final, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from gigagrad.boxes import Box, tiles
-from gigagrad.errors import ConfigError
 from gigagrad.images import MaskClass
 from gigagrad.images.pixels import Array
 from gigagrad.masks.classes import IGNORED, as_bytes, mask_classes
@@ -24,18 +21,7 @@ from gigagrad.view.pyramids import AGREED, FALSE, MISSED, OTHER_CLASS, TILE, Pyr
 
 Picture = NDArray[np.uint8]
 
-_LINE_PX: Final = 3
-_EDGE: Final = (20, 20, 24)
-"""The colour of the edge of a line, of one more pixel."""
-_MOST_HIDDEN: Final = 255
 _JPEG_QUALITY: Final = 90
-_VIRIDIS: Final = (
-    *((68, 1, 84), (71, 44, 122), (59, 81, 139), (44, 113, 142), (33, 144, 141)),
-    *((39, 173, 129), (92, 200, 99), (170, 220, 50), (253, 231, 37)),
-)
-"""Matplotlib's colour map viridis (CC0) at nine places: as even in grey as in colours."""
-_SEEN_FROM: Final = 0.25
-"""Probabilities from here on are drawn opaque, and smaller ones the fainter the smaller they are."""
 
 LEFT: ContextVar[Event | None] = ContextVar("LEFT", default=None)
 """Set where whoever asked for a picture has left: what is not begun need not be computed."""
@@ -58,29 +44,6 @@ def differences(one: str, other: str) -> tuple[MaskClass, ...]:
     return tuple(MaskClass(kind.id, name, kind.color) for kind, name in zip(ERRORS, names, strict=True))
 
 
-@dataclass(frozen=True, slots=True)
-class Style:
-    """Choices of whoever looks: filled or outlined, which classes are not drawn, which channel of probabilities is."""
-
-    form: Literal["fill", "outline"] = "fill"
-    hidden: frozenset[int] = frozenset()
-    channel: int = 0
-
-    @classmethod
-    def parse(cls, query: Mapping[str, str]) -> Self:
-        """Read the part of an address behind the question mark. Raises `ConfigError` for what is none of these."""
-        form, hidden, channel = (query.get(name, "") for name in ("form", "hide", "channel"))
-        if not (
-            set(query) <= {"form", "hide", "channel"}
-            and form in ("", "fill", "outline")
-            and re.fullmatch(r"(\d{1,3}(,\d{1,3})*)?", hidden, re.ASCII)
-            and re.fullmatch(r"\d{0,5}", channel, re.ASCII)
-        ):
-            raise ConfigError("unknown style of a tile; expected form=fill or outline, hide=1,2 and channel=0")
-        numbers = frozenset(min(int(number), _MOST_HIDDEN) for number in filter(None, hidden.split(",")))
-        return cls("outline" if form == "outline" else "fill", numbers, int(channel or 0))
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class Layer:
     """A picture over a slide: `classes`, `errors` (ids of `ERRORS`) or `probabilities`, a channel for each of classes.
@@ -99,19 +62,16 @@ class Layer:
     of: str = ""
     between: tuple[str, ...] = ()
 
-    def picture(self, level: int, column: int, row: int, style: Style) -> bytes | None:
-        """Draw a tile as a PNG with transparency, None for a tile that there is not. Raises `ImageError`."""
-        margin = _LINE_PX + 1 if style.form == "outline" and self.kind != "probabilities" else 0
+    def tile(self, level: int, column: int, row: int, channel: int = 0, margin: int = 0) -> bytes | None:
+        """Return the levels of a tile with so many pixels around it, row by row and deflated; None for a tile that
+        there is not. Raises `ImageError`."""
         box = self.pyramid.tile(level, column, row, margin)
-        if box is None:
-            return None
-        pixels = self.pyramid.read(level, box)
-        if self.kind == "probabilities":
-            return png(as_levels(pixels[min(style.channel, len(pixels) - 1)]), colours_of_shares())
-        ids = as_bytes(pixels[0])
-        if style.form == "outline":
-            return png(*_outlined(ids, margin, palette(self.classes, style.hidden)))
-        return png(ids, palette(self.classes, style.hidden))
+        return None if box is None else deflated(self.levels(self.pyramid.read(level, box), channel))
+
+    def levels(self, pixels: Array, channel: int = 0) -> Picture:
+        """Return class ids, or probabilities of a channel in levels of 0 to 255, of what was read of the pyramid."""
+        shown = pixels[min(channel, len(pixels) - 1)]
+        return as_levels(shown) if self.kind == "probabilities" else as_bytes(shown)
 
     def value(self, y: float, x: float) -> str:
         """Say what is at a place, in shares of the height and width: a class, or probabilities."""
@@ -140,9 +100,7 @@ class Layer:
         boxes = list(tiles(*shape, TILE, TILE))
         chosen = np.random.default_rng(0).permutation(len(boxes))[: max(1, len(boxes) * _COUNTED_PX // prod(shape))]
         for index in sorted(chosen.tolist()):
-            pixels = self.pyramid.read(0, boxes[index])
-            shown = pixels[min(channel, len(pixels) - 1)]
-            levels = as_levels(shown) if self.kind == "probabilities" else as_bytes(shown)
+            levels = self.levels(self.pyramid.read(0, boxes[index]), channel)
             counts += np.bincount(levels.reshape(-1), minlength=256)
         total = int(counts.sum())
         return {"shares": (counts / total).tolist(), "pixels": prod(shape), "counted": total / prod(shape)}
@@ -161,25 +119,6 @@ def classes_in(ids: Array, known: Sequence[MaskClass] = ()) -> tuple[MaskClass, 
     return tuple(names.get(number, usual[number - 1]) for number in sorted(numbers))
 
 
-def palette(classes: Sequence[MaskClass], hidden: frozenset[int]) -> Picture:
-    """Return red, green, blue and opacity for each of 256 ids: 0, what is ignored and what is hidden are not seen."""
-    colours = np.zeros((256, 4), np.uint8)
-    for kind in (*mask_classes(254), *classes):
-        if kind.id not in (0, IGNORED):
-            colours[kind.id] = (*kind.color, 255)
-    colours[sorted(hidden), 3] = 0
-    return colours
-
-
-@cache
-def colours_of_shares() -> Picture:
-    """Return red, green, blue and opacity for each of 256 levels of probability."""
-    at = np.linspace(0, len(_VIRIDIS) - 1, 256)
-    colours = [np.interp(at, np.arange(len(_VIRIDIS)), channel) for channel in np.transpose(_VIRIDIS)]
-    opacity = np.clip(np.linspace(0, 255 / _SEEN_FROM, 256), 0, 255)
-    return np.stack([*colours, opacity], axis=1).round().astype(np.uint8)
-
-
 def as_levels(shares: Array) -> Picture:
     """Turn probabilities, of 1 or of 255, into levels of 0 to 255."""
     if shares.dtype == np.uint8:
@@ -188,33 +127,9 @@ def as_levels(shares: Array) -> Picture:
     return levels
 
 
-def _outlined(ids: Picture, margin: int, colours: Picture) -> tuple[Picture, Picture]:
-    """Keep of each region the pixels near another one, with a dark edge inside, so that a line is seen over a filled
-    class of the same colour; the margin around them is cut off. Return ids and the colours of all ids.
-    """
-    inner = ids[margin:-margin, margin:-margin]
-    line = border = np.zeros(inner.shape, bool)
-    height, width = inner.shape
-    for offset in range(1, margin + 1):
-        line, border = border, border.copy()
-        for dy, dx in ((offset, 0), (-offset, 0), (0, offset), (0, -offset)):
-            beside = ids[margin + dy : margin + dy + height, margin + dx : margin + dx + width]
-            border |= beside != inner
-    found = np.where(line & (inner != IGNORED), inner, np.uint8(0))
-    found[border & ~line & (colours[inner, 3] > 0)] = IGNORED
-    colours[IGNORED] = (*_EDGE, 255)
-    return found, colours
-
-
-def png(levels: Picture, colours: Picture, compress_level: int = 1) -> bytes:
-    """Encode `(h, w)` levels with a palette of 256 colours, the opacity of each beside it."""
-    from PIL import Image as Pillow
-
-    picture = Pillow.fromarray(np.ascontiguousarray(levels))
-    picture.putpalette(colours[:, :3].tobytes())
-    file = io.BytesIO()
-    picture.save(file, "PNG", transparency=colours[:, 3].tobytes(), compress_level=compress_level)
-    return file.getvalue()
+def deflated(levels: Picture, effort: int = 1) -> bytes:
+    """Compress pixels row by row, in the format of zlib (RFC 1950)."""
+    return zlib.compress(np.ascontiguousarray(levels), effort)
 
 
 def jpeg(pixels_HWC: Picture) -> bytes:

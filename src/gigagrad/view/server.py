@@ -10,23 +10,26 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import json
+import re
 import secrets
 import socket
 import threading
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from concurrent.futures import CancelledError, Future
 from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import PurePosixPath
 from typing import Any, Final, TypeVar
 
 import numpy as np
 
-from gigagrad.errors import GigagradError, extra
+from gigagrad.errors import ConfigError, GigagradError, extra
 from gigagrad.images.pixels import Array, TileCache
 from gigagrad.threads import SideThreads
 from gigagrad.view.catalog import Catalog
 from gigagrad.view.curves import read_curves
-from gigagrad.view.layers import LEFT, Style
+from gigagrad.view.layers import LEFT
+from gigagrad.view.patches import Patches
 from gigagrad.view.plans import work_on, works_of
 from gigagrad.view.slides import Opened, Slides
 
@@ -39,6 +42,9 @@ with extra("view"):
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 Found = TypeVar("Found")
+Asked = Mapping[str, int]
+"""The numbers of an address by their names, those behind its question mark among them."""
+Endpoint = Callable[[Request], Awaitable[Response]]
 
 _LONGEST_PATH: Final = 256
 _LONGEST_QUERY: Final = 1024
@@ -67,6 +73,8 @@ HEADERS: Final = {
     "cache-control": "no-store",  # pixels of patients do not stay in a browser's files
 }
 """Headers of every answer."""
+_BEHIND: Final = {"channel": 2**16, "margin": 16, "live": 1}
+"""Numbers that may stand behind the question mark, and the most that each may be."""
 
 
 def new_token() -> str:
@@ -87,23 +95,35 @@ def application(
     `threads` read and compute, and if `framed` other pages may hold this one in a frame."""
     answers = _Answers(catalog, slides, page, SideThreads(threads, "gigagrad-view"))
     routes = [Route(f"/{name.removeprefix(_FIRST)}", answers.page) for name in page]
+    routes += [Route(f"/slides/{{slide:int}}{rest}", answers.told(tell)) for rest, tell in _TOLD.items()]
+    routes += [Route(f"/slides/{{slide:int}}{rest}", answers.drawn(draw)) for rest, draw in _DRAWN.items()]
     routes += [
-        Route("/catalog", answers.catalog),
-        Route("/slides/{slide:int}", answers.slide),
-        Route("/slides/{slide:int}/live", answers.live),
-        Route("/slides/{slide:int}/thumbnail", answers.thumbnail),
-        Route("/slides/{slide:int}/patches/{number:int}", answers.patches),
-        Route("/slides/{slide:int}/patches/{number:int}/{place:int}", answers.patch),
-        Route("/slides/{slide:int}/patches/{number:int}/at/{y:int}/{x:int}", answers.patch),
-        Route("/slides/{slide:int}/{layer:int}/counts", answers.counts),
-        Route("/slides/{slide:int}/square/{x:int}/{y:int}/{side:int}", answers.square),
-        Route("/slides/{slide:int}/pixel/{y:int}/{x:int}", answers.pixel),
-        Route("/slides/{slide:int}/{layer:int}/{level:int}/{column:int}/{row:int}", answers.tile),
-        Route("/runs/{run:int}/{start:int}", answers.curves),
-        Route("/now", answers.now),
+        Route("/catalog", answers.later(answers.catalog)),
+        Route("/runs/{run:int}/{start:int}", answers.later(answers.curves)),
+        Route("/now", answers.later(answers.now)),
     ]
     app = Starlette(routes=routes, exception_handlers={GigagradError: _told})
     return Guard(app, token, {host}, framed=framed)
+
+
+_TOLD: Final[dict[str, Callable[[Opened, Asked], Any]]] = {
+    "": lambda slide, _: slide.describe(),
+    "/live": lambda slide, _: slide.describe_live(),
+    "/patches/{number:int}": lambda slide, asked: _patches(slide, asked).ends(),
+    "/patches/{number:int}/{place:int}": lambda slide, asked: _patches(slide, asked).nth(asked["place"]),
+    "/patches/{number:int}/at/{y:int}/{x:int}": lambda slide, asked: _patches(slide, asked).at(asked["y"], asked["x"]),
+    "/{layer:int}/counts": lambda slide, asked: _there(slide.counts(asked["layer"], asked.get("channel", 0))),
+    "/pixel/{y:int}/{x:int}": lambda slide, asked: slide.values(asked["y"], asked["x"], live=bool(asked.get("live"))),
+}
+"""What is told of a slide, by the rest of its address."""
+_DRAWN: Final[dict[str, Callable[[Opened, Asked], bytes | None]]] = {
+    "/thumbnail": lambda slide, _: slide.thumbnail(),
+    "/square/{x:int}/{y:int}/{side:int}": lambda slide, asked: slide.square(asked["x"], asked["y"], asked["side"]),
+    "/{layer:int}/{level:int}/{column:int}/{row:int}": lambda slide, asked: slide.tile(
+        *(asked.get(name, 0) for name in ("layer", "level", "column", "row", "channel", "margin"))
+    ),
+}
+"""The same of what is drawn: JPEGs of the slide, levels of its layers."""
 
 
 class _Answers:
@@ -120,7 +140,7 @@ class _Answers:
         name = request.url.path.lstrip("/") or _FIRST
         return Response(self._page[name], media_type=_KINDS[PurePosixPath(name).suffix])
 
-    async def catalog(self, request: Request) -> Response:
+    def catalog(self, _: Asked) -> Response:
         slides = [
             {
                 "name": item.label,
@@ -136,96 +156,71 @@ class _Answers:
         works = bool(live or self._catalog.folders)
         return _json({"slides": slides, "runs": runs, "live": bool(live), "sources": sources, "works": works})
 
-    async def slide(self, request: Request) -> Response:
-        return await self._of_slide(request, lambda opened: _json(opened.describe()))
+    def curves(self, asked: Asked) -> Response:
+        runs = self._catalog.runs
+        run = _there(runs[asked["run"]] if asked["run"] < len(runs) else None)
+        return _json(read_curves(run.metrics, asked["start"]))
 
-    async def live(self, request: Request) -> Response:
-        return await self._of_slide(request, lambda opened: _json(opened.describe_live()))
-
-    async def thumbnail(self, request: Request) -> Response:
-        return await self._drawn(request, lambda opened: opened.thumbnail())
-
-    async def patches(self, request: Request) -> Response:
-        number = request.path_params["number"]
-        return await self._of_slide(request, lambda opened: _json(_there(opened.patches(number)).ends()))
-
-    async def patch(self, request: Request) -> Response:
-        """Answer with the patch at a place of their order, or with the one that holds a pixel."""
-        asked = request.path_params
-
-        def answer(opened: Opened) -> Response:
-            found = _there(opened.patches(asked["number"]))
-            return _json(found.nth(asked["place"]) if "place" in asked else found.at(asked["y"], asked["x"]))
-
-        return await self._of_slide(request, answer)
-
-    async def counts(self, request: Request) -> Response:
-        channel, layer = Style.parse(dict(request.query_params)).channel, request.path_params["layer"]
-        return await self._of_slide(request, lambda opened: _json(_there(opened.counts(layer, channel))))
-
-    async def now(self, request: Request) -> Response:
+    def now(self, _: Asked) -> Response:
         """Answer with what is computed now, by runs, by predictions under way, and by the page's own networks."""
+        own = [(live.name or "what is in view", live.work.describe()) for live in self._slides.live]
+        here = [{"of": of, **work_on(found, self._numbers)} for of, found in own if found is not None]
+        return _json([*works_of(self._catalog.folders, self._numbers), *here])
 
-        def answer() -> Response:
-            own = [(live.name or "what is in view", live.work.describe()) for live in self._slides.live]
-            here = [{"of": of, **work_on(found, self._numbers)} for of, found in own if found is not None]
-            return _json([*works_of(self._catalog.folders, self._numbers), *here])
+    def told(self, tell: Callable[[Opened, Asked], Any]) -> Endpoint:
+        """Answer with what is told of a slide."""
 
-        return await self._later(request, answer)
+        def answer(asked: Asked) -> Response:
+            with self._opened(asked) as opened:
+                return _json(tell(opened, asked))
 
-    async def square(self, request: Request) -> Response:
-        place = [request.path_params[name] for name in ("x", "y", "side")]
-        return await self._drawn(request, lambda opened: opened.square(*place))
+        return self.later(answer)
 
-    async def pixel(self, request: Request) -> Response:
-        y, x, live = request.path_params["y"], request.path_params["x"], request.url.query == "live=1"
-        return await self._of_slide(request, lambda opened: _json(opened.values(y, x, live=live)))
+    def drawn(self, draw: Callable[[Opened, Asked], bytes | None]) -> Endpoint:
+        """Answer with what is drawn of a slide, or was drawn lately where it is still there."""
 
-    async def tile(self, request: Request) -> Response:
-        style = Style.parse(dict(request.query_params))
-        layer, level, column, row = (request.path_params[name] for name in ("layer", "level", "column", "row"))
-        kind = "image/png" if layer else "image/jpeg"
-        return await self._drawn(request, lambda opened: opened.tile(layer, level, column, row, style), kind)
+        def drawn(key: tuple[tuple[str, int], ...]) -> Array:
+            asked = dict(key)
+            with self._opened(asked) as opened:
+                return np.frombuffer(_there(draw(opened, asked)), np.uint8)
 
-    async def curves(self, request: Request) -> Response:
-        number, start = request.path_params["run"], request.path_params["start"]
-        run = _there(self._catalog.runs[number] if number < len(self._catalog.runs) else None)
-        return await self._later(request, lambda: _json(read_curves(run.metrics, start)))
+        def answer(asked: Asked) -> Response:
+            kind = "application/octet-stream" if asked.get("layer") else "image/jpeg"
+            return Response(self._pictures.get(tuple(asked.items()), drawn).tobytes(), media_type=kind)
 
-    async def _drawn(
-        self, request: Request, draw: Callable[[Opened], bytes | None], kind: str = "image/jpeg"
-    ) -> Response:
-        """Answer with a picture, one that was drawn lately where it is still there."""
+        return self.later(answer)
 
-        def drawn(_: object) -> Array:
-            with self._opened(request) as opened:
-                return np.frombuffer(_there(draw(opened)), np.uint8)
-
-        key = str(request.url.path), str(request.url.query)
-        return await self._later(request, lambda: Response(self._pictures.get(key, drawn).tobytes(), media_type=kind))
-
-    async def _of_slide(self, request: Request, answer: Callable[[Opened], Response]) -> Response:
-        def work() -> Response:
-            with self._opened(request) as opened:
-                return answer(opened)
-
-        return await self._later(request, work)
-
-    def _opened(self, request: Request) -> AbstractContextManager[Opened]:
-        number = request.path_params["slide"]
+    def _opened(self, asked: Asked) -> AbstractContextManager[Opened]:
+        number = asked["slide"]
         return self._slides.opened(_there(number if number < len(self._slides.items) else None))
 
-    async def _later(self, request: Request, work: Callable[[], Response]) -> Response:
-        async with self._free:
-            if await request.is_disconnected():  # somebody has zoomed past it
-                return Response(status_code=499)
-            done, left = Future[Response](), threading.Event()
-            self._threads.submit(_settle, done, work, left)
-            answer, leaving = asyncio.wrap_future(done), asyncio.ensure_future(_leaves(request))
-            await asyncio.wait((answer, leaving), return_when=asyncio.FIRST_COMPLETED)
-            leaving.cancel()
-            left.set()
-            return await answer
+    def later(self, work: Callable[[Asked], Response]) -> Endpoint:
+        """Make what answers requests by work in a thread."""
+
+        async def answer(request: Request) -> Response:
+            asked = _asked(request)
+            async with self._free:
+                if await request.is_disconnected():  # somebody has zoomed past it
+                    return Response(status_code=499)
+                done, left = Future[Response](), threading.Event()
+                self._threads.submit(_settle, done, partial(work, asked), left)
+                answered, leaving = asyncio.wrap_future(done), asyncio.ensure_future(_leaves(request))
+                await asyncio.wait((answered, leaving), return_when=asyncio.FIRST_COMPLETED)
+                leaving.cancel()
+                left.set()
+                return await answered
+
+        return answer
+
+
+def _asked(request: Request) -> Asked:
+    """Return the numbers of a request. Raises `ConfigError` for what is none of ours."""
+    numbers: dict[str, int] = {**request.path_params}
+    for name, text in request.query_params.items():
+        if name not in _BEHIND or not re.fullmatch(r"\d{1,5}", text, re.ASCII) or int(text) > _BEHIND[name]:
+            raise ConfigError(f"unknown words behind the address; expected a small number for {' or '.join(_BEHIND)}")
+        numbers[name] = int(text)
+    return numbers
 
 
 async def _leaves(request: Request) -> None:
@@ -332,6 +327,10 @@ class Guard:
 
 async def _told(request: Request, error: Exception) -> Response:
     return PlainTextResponse(f"{error}\n", 400)
+
+
+def _patches(slide: Opened, asked: Asked) -> Patches:
+    return _there(slide.patches(asked["number"]))
 
 
 def _json(content: Any) -> Response:

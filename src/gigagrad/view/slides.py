@@ -25,7 +25,7 @@ from gigagrad.masks import ClassTable, LabelMap, is_annotation_file, open_mask, 
 from gigagrad.masks.classes import IGNORED, as_bytes, class_names, mask_classes
 from gigagrad.masks.outlines import in_pixels
 from gigagrad.view.catalog import Item, Predicted
-from gigagrad.view.layers import ERRORS, Layer, Shades, Style, apart, classes_in, differences, jpeg
+from gigagrad.view.layers import ERRORS, Layer, Shades, apart, classes_in, differences, jpeg
 from gigagrad.view.patches import Patches
 from gigagrad.view.plans import read_plan
 from gigagrad.view.pyramids import TILE, ImagePyramid, MadePyramid, OutlinePyramid, Pyramid, errors
@@ -213,6 +213,7 @@ class Opened:
             "dtype": str(slide.dtype),
             "tile": TILE,
             "levels": self.pyramid.shapes,
+            "colors": [kind.color for kind in mask_classes(IGNORED - 1)],
             "layers": [_described(layer) for layer in self.layers if not layer.live],
             "problems": list(self.problems),
             "plans": list(filter(None, (read_plan(*plan, slide) for plan in self.item.plans))),
@@ -249,12 +250,13 @@ class Opened:
         box = Box(int(y0), int(x0), math.ceil(y1), math.ceil(x1))
         return jpeg(self.shades.of(self.pyramid.read(level, box)))
 
-    def tile(self, layer: int, level: int, column: int, row: int, style: Style) -> bytes | None:
-        """Draw a tile of the slide (layer 0) as JPEG, or of a layer as PNG; None where there is none."""
+    def tile(self, layer: int, level: int, column: int, row: int, channel: int = 0, margin: int = 0) -> bytes | None:
+        """Draw a tile of the slide (layer 0) as JPEG, or return the levels of a layer's; None where there is none."""
         if layer > len(self.layers):
             self.predict()  # which this slide had before it was closed
         if layer:
-            return self.layers[layer - 1].picture(level, column, row, style) if layer <= len(self.layers) else None
+            found = self.layers[layer - 1] if layer <= len(self.layers) else None
+            return None if found is None else found.tile(level, column, row, channel, margin)
         box = self.pyramid.tile(level, column, row)
         return None if box is None else jpeg(self.shades.of(self.pyramid.read(level, box)))
 
