@@ -45,7 +45,12 @@ def report(predicted, jpeg_slide, jpeg_label, tmp_path_factory) -> str:
     folder.mkdir()
     cohort = folder / "cohort.csv"
     cohort.write_text(f"slide,mask,split\n{jpeg_slide},{jpeg_label},test\n")
-    (folder / "config.yaml").write_text(f"model: paper-unet\nslides: '{cohort}'\n")
+    settings = (
+        f"model: paper-unet\nslides: '{cohort}'\nlearning_rate: 1.0e-4\nbands: [B08, 4]\nfrozen: []\npretrained: true\n"
+    )
+    (folder / "config.yaml").write_text(settings)
+    machine = {"memory_bytes": 24 << 30, "cores": 1200, "patience_seconds": 2.5, "name": None}
+    (folder / "environment.json").write_text(json.dumps({"torch": "2.13", "machine": machine}))
     lines = []
     for step in range(1, 101):
         sizes = {"peak_bytes": (600 + step) << 20, "predicted_peak_bytes": 700 << 20, "budget_bytes": 1 << 30}
@@ -104,6 +109,11 @@ def test_it_says_everything_and_takes_no_name_for_html(browser):
     assert browser.evaluate("document.querySelector('img[src=x]')") is None
     assert texts(browser, "#report figure h3") == ["Loss", "Dice by slide", "Peak memory by step"]
     assert browser.evaluate("document.querySelectorAll('#report .uplot canvas').length") == 2
+    rows = dict(zip(texts(browser, "#report details th[scope=row]"), texts(browser, "#report details td"), strict=True))
+    told = {"learning_rate": "0.0001", "bands": "B08, 4", "frozen": "-", "pretrained": "yes", "torch": "2.13"}
+    told |= {"memory_bytes": "24 GiB", "cores": "1,200", "patience_seconds": "2.5 s", "name": "-"}
+    inside = ("memory_bytes", "cores", "patience_seconds", "name")
+    assert {name: rows[f"machine: {name}" if name in inside else name] for name in told} == told
     assert "OpenSeadragon" in texts(browser, "#licences")[0]
 
 

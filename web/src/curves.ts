@@ -133,9 +133,12 @@ export function plot(place: HTMLElement, columns: uPlot.AlignedData, lines: uPlo
 }
 
 // A number in the unit that the last word of its name says.
-function worded(name: string, value: number): string {
+export function worded(name: string, value: number): string {
   if (name.endsWith("bytes")) {
-    return value >= 2 ** 30 ? `${(value / 2 ** 30).toFixed(2)} GiB` : `${(value / 2 ** 20).toFixed(0)} MiB`;
+    const power = Math.min(4, Math.max(0, Math.floor(Math.log2(Math.abs(value)) / 10)));
+    const size = value / 1024 ** power;
+    return `${Math.abs(size) < 100 ? Number(size.toPrecision(3)) : size.toFixed(0)} ${["B", "KiB", "MiB", "GiB", "TiB"][power]}`;
   }
-  return `${Number(value.toPrecision(5))}${name.endsWith("seconds") ? " s" : ""}`;
+  const shown = Number.isInteger(value) ? value.toLocaleString("en") : String(Number(value.toPrecision(5)));
+  return name.endsWith("seconds") ? `${shown} s` : shown;
 }

@@ -43,8 +43,8 @@ export interface Report {
   not_shown: number;
   plan: { title: string; facts: Facts; tables: Table[] } | null;
   plan_text: string;
-  settings: Facts;
-  environment: Facts;
+  settings: Record<string, unknown>;
+  environment: Record<string, unknown>;
   licences: string;
 }
 

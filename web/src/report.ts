@@ -1,6 +1,6 @@
 import type uPlot from "uplot";
 import "./report.css";
-import { COLOURS, plot, type Plot } from "./curves";
+import { COLOURS, plot, worded, type Plot } from "./curves";
 import { at, colour, grouped, make } from "./dom";
 import { start } from "./main";
 import { startingStates } from "./panel";
@@ -74,10 +74,11 @@ function sections(report: Report, charts: Charts): HTMLElement[] {
     const drawn = [make("h3", {}, title), make("div", { class: "box" }, facts(said)), ...tables.flatMap((each) => [make("h3", {}, each.title), ...(each.rows.length || each.note ? [make("div", { class: "box" }, table(each))] : [])])];
     add("The plan", text, ...(report.plan ? drawn : [make("pre", { class: "box" }, report.plan_text)]));
   }
-  if (report.settings.length || report.environment.length) {
+  const [settings, environment] = [listed(report.settings), listed(report.environment)];
+  if (settings.length || environment.length) {
     const text = "All settings, as config.yaml of the run's folder has them for “gigagrad fit --config”, with the machine and the versions that they ran on.";
-    const lists = ([["Settings", true, report.settings], ["Machine and versions", false, report.environment]] as const).filter(([, , listed]) => listed.length);
-    add("The run", text, ...lists.map(([title, open, listed]) => details(title, open, facts(listed))));
+    const lists = ([["Settings", true, settings], ["Machine and versions", false, environment]] as const).filter(([, , found_]) => found_.length);
+    add("The run", text, ...lists.map(([title, open, found_]) => details(title, open, facts(found_))));
   }
   const licences = details("Licences", false, make("pre", {}, report.licences));
   licences.id = "licences";
@@ -97,6 +98,18 @@ function details(title: string, open: boolean, inside: Node): HTMLElement {
 function facts(found: Facts): HTMLElement {
   const rows = found.map(([label, value]) => make("tr", {}, make("th", { scope: "row" }, label), make("td", {}, value)));
   return make("div", { class: "scroll", tabindex: 0 }, make("table", {}, make("tbody", {}, ...rows)));
+}
+
+// Values by their names, whose last words say the units.
+function listed(values: Record<string, unknown>, before = ""): Facts {
+  const isGroup = (value: unknown): value is Record<string, unknown> => typeof value === "object" && value !== null && !Array.isArray(value);
+  const words = (name: string, value: unknown): string => {
+    if (Array.isArray(value) && value.length) {
+      return value.map((each) => words(name, each)).join(", ");
+    }
+    return typeof value === "number" ? worded(name, value) : typeof value === "boolean" ? (value ? "yes" : "no") : String(value ?? "") || "-";
+  };
+  return Object.entries(values).flatMap(([name, value]): Facts => (isGroup(value) ? listed(value, `${before}${name}: `) : [[before + name, words(name, value)]]));
 }
 
 function table({ columns, rows, numeric, tones, bars, note }: Table): HTMLElement {

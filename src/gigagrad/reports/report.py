@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Final, get_type_hints
+from typing import Any, Final, TypeVar, get_type_hints
 
 import yaml
 
@@ -33,6 +33,8 @@ from gigagrad.reports.tables import class_tables, is_number, label_tables, mappi
 from gigagrad.training.folder import RunFolder
 from gigagrad.units import format_bytes, format_pixels, format_seconds
 from gigagrad.view.page import read_page
+
+Found = TypeVar("Found")
 
 _PLAIN = str, int, float, type(None)
 
@@ -102,13 +104,21 @@ def _json(path: Path) -> Any:
 
 
 def _parsed(text: str) -> Any:
-    """Read JSON, None where it is none; integers that no machine number holds become floats."""
+    """Read JSON, None where it is none; of a number that is not finite the text."""
     try:
-        found = json.loads(text, parse_int=lambda digits: int(digits) if len(digits) < 19 else float(digits))
+        found = json.loads(text, parse_int=_number, parse_float=_number, parse_constant=str)
         # Half a character, as in a file name of another encoding, can stand on no page.
         return json.loads(json.dumps(found, ensure_ascii=False).encode(errors="replace"))
     except (ValueError, RecursionError):
         return None
+
+
+def _number(digits: str) -> float | str:
+    """Read a number of JSON; integers that no machine number holds become floats."""
+    value = float(digits)
+    if not math.isfinite(value):
+        return digits
+    return int(digits) if len(digits) < 19 and digits.lstrip("-").isdigit() else value
 
 
 def _settings(path: Path) -> Mapping[str, Any]:
@@ -249,8 +259,8 @@ def gather(
         "not_shown": more,
         "plan": _plan(mapping(_json(files.plan_data))),
         "plan_text": _text(files.plan_text),
-        "settings": [(key, _shown(key, value)) for key, value in run.config.items()],
-        "environment": _environment(mapping(_json(files.environment))),
+        "settings": run.config,
+        "environment": mapping(_json(files.environment)),
     }
 
 
@@ -260,12 +270,16 @@ def _tabled(table: Table) -> dict[str, Any]:
     return {**dataclasses.asdict(cut), "numeric": cut.numeric}
 
 
+def _neighbours(values: Sequence[Found]) -> Iterator[Sequence[Found]]:
+    """Divide very many values into groups, as many as are drawn, else into single ones."""
+    size = max(1, -(-len(values) // _MOST_POINTS))
+    return (values[start : start + size] for start in range(0, len(values), size))
+
+
 def _points(series: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
     """Return the finite points of a curve; of very many, means of neighbours."""
-    finite = [(step, value) for step, value in series if math.isfinite(value)]
-    size = -(-len(finite) // _MOST_POINTS)
-    runs = [finite[start : start + size] for start in range(0, len(finite), size or 1)]
-    return [(run[-1][0], sum(value / len(run) for _, value in run)) for run in runs]
+    groups = _neighbours([(step, value) for step, value in series if math.isfinite(value)])
+    return [(group[-1][0], sum(value / len(group) for _, value in group)) for group in groups]
 
 
 def own_peaks(steps: Sequence[StepMeasured]) -> list[int | None]:
@@ -282,14 +296,12 @@ def own_peaks(steps: Sequence[StepMeasured]) -> list[int | None]:
 
 def _memory(steps: Sequence[StepMeasured]) -> dict[str, Any]:
     """Return bytes of every step, or of very many the most of each few: measured, predicted and the budget."""
-    size = max(1, -(-len(steps) // _MOST_POINTS))
 
     def most(values: Sequence[int | None]) -> list[int | None]:
-        runs = (values[start : start + size] for start in range(0, len(values), size))
-        return [max((value for value in run if value is not None), default=None) for run in runs]
+        return [max((value for value in group if value is not None), default=None) for group in _neighbours(values)]
 
     return {
-        "step": size,
+        "step": len(next(_neighbours(steps), [0])),
         "measured": most(own_peaks(steps)),
         "predicted": most([step.predicted_peak_bytes for step in steps]),
         "budget": most([step.budget_bytes or None for step in steps]),
@@ -389,36 +401,3 @@ def _notes(run: RunData) -> Iterator[str]:
     for entry in run.predictions:
         if entry.status == "failed":
             yield f"The prediction of {entry.name} failed: {entry.error}"
-
-
-def _environment(values: Mapping[str, Any]) -> list[tuple[str, str]]:
-    try:
-        return list(_flattened(values))
-    except RecursionError:
-        return []
-
-
-def _flattened(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
-    for key, value in values.items():
-        if isinstance(value, dict):
-            yield from _flattened(value, f"{prefix}{key}: ")
-        else:
-            yield f"{prefix}{key}", _shown(str(key), value)
-
-
-def _shown(name: str, value: Any) -> str:
-    """Write `value` in the unit that its name's last word states."""
-    if value is None or value == [] or value == "":
-        return "-"
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    if isinstance(value, list):
-        return ", ".join(_shown(name, item) for item in value)
-    if not isinstance(value, (int, float)) or not math.isfinite(value):
-        return str(value)
-    unit = name.rpartition("_")[2]
-    if unit == "bytes":
-        return format_bytes(int(value))
-    if unit == "seconds":
-        return format_seconds(value)
-    return f"{value:,}".replace(",", "\u202f") if isinstance(value, int) else f"{value:.4g}"
