@@ -52,6 +52,7 @@ def test_values_are_told_in_words(ids):
     assert shown.value(0.4, 0.4) == "tumour"
     assert shown.value(0.2, 0.1) == "background"
     assert shown.value(0, 0) == "ignored"
+    assert layer(ids, "errors").value(0.2, 0.1) == "none"
     shares = layer(np.full((2, 4, 4), 51, np.uint8), "probabilities")
     assert shares.value(0.5, 0.5) == "tumour 0.200, stroma 0.200"
 

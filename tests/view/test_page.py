@@ -348,6 +348,28 @@ class TestPage:
             assert white > colour(177, 200) > colour(190, 200), "the smaller the fainter"
             assert not page.problems
 
+    def test_the_pixels_of_a_coarse_layer_do_not_melt_into_each_other(self, tmp_path):
+        slide, shares = tmp_path / "slide.tif", np.tile(np.array([255, 128], np.uint8), (20, 15))
+        (tmp_path / "probabilities").mkdir()
+        tifffile.imwrite(slide, np.full((400, 600, 3), 255, np.uint8), tile=(256, 256))
+        tifffile.imwrite(tmp_path / "probabilities" / "slide.tif", shares, tile=(16, 16))
+        with serving([slide], [], tmp_path / "probabilities" / "slide.tif") as address, Browser() as page:
+            page.open(address)
+            page.wait("document.querySelectorAll('.layer').length === 1")
+            page.key("1")
+
+            def colour(right_of_middle: int) -> list[int]:
+                place = f"stage.clientWidth / 2 + {right_of_middle}, stage.clientHeight / 2"
+                found: list[int] = page.evaluate((DRAWN % ("X", "Y")).replace("X, Y", place))
+                return found
+
+            page.wait("document.querySelector('#stage canvas') !== null")
+            end = time.monotonic() + 60
+            while colour(-20)[0] == colour(20)[0]:
+                assert time.monotonic() < end
+            one, near, beyond, other = (colour(at) for at in (-20, -2, 2, 20))
+            assert one == near != other == beyond
+
     def test_a_gigapixel_slide_is_drawn_whole_and_pixel_by_pixel(self, tmp_path):
         """Of 16000 x 64000 px and its levels; blocks are left out of the file, but one in the middle of level 0."""
         path, (height, width), levels = tmp_path / "large.tif", (16000, 64000), 7

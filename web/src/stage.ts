@@ -19,6 +19,7 @@ export interface Place {
   width: number; // of what is seen
 }
 
+const CRISP = 2; // from so many pixels of the screen on, one of a picture is seen as it is: a patch does not melt into others
 const SHARP = 0.6; // of its level, pixels of a live layer that a pixel of the screen shows at least
 const PATIENT_S = 0.8; // of computing for a view that nobody has asked for; the rest of a second brings the pictures
 const CLOSE_PATIENT_S = 10; // the same where pixels are as large as the screen's, and zooming in helps little
@@ -99,6 +100,7 @@ export class Stage {
     this.viewer.addHandler("animation-finish", changed);
     this.viewer.addHandler("resize", changed);
     this.viewer.addHandler("open", changed);
+    this.viewer.addHandler("tile-drawing", ({ tiledImage, context }) => { context.imageSmoothingEnabled = this.pixelOf(tiledImage) < CRISP; });
     this.viewer.addHandler("canvas-click", (event) => {
       const spot = this.spot(event.position);
       if (event.quick && spot) {
@@ -454,7 +456,6 @@ export class Stage {
       return;
     }
     const ratio = this.element.clientWidth / seen.width; // of screen pixels to the slide's
-    this.smooth(ratio < 2);
     if (this.first) {
       this.readout.scale(ratio, info.mpp);
     }
@@ -483,18 +484,12 @@ export class Stage {
     this.tooLong(lacking.length ? Math.max(...lacking.map((layer) => this.seconds(this.levelFor(layer) ?? 0, layer))) : undefined);
   }
 
-  private smoothed = true;
-
-  private smooth(on: boolean): void {
-    if (on !== this.smoothed) {
-      this.smoothed = on;
-      this.viewer.drawer.setImageSmoothingEnabled(on);
-      const { sketchContext } = this.viewer.drawer as unknown as { sketchContext: CanvasRenderingContext2D | null };
-      if (sketchContext) { // what lies over the slide, which OpenSeadragon would go on smoothing
-        sketchContext.imageSmoothingEnabled = on;
-      }
-      this.viewer.forceRedraw();
-    }
+  // How many pixels of the screen show one of a layer, or of the slide.
+  private pixelOf(image: OpenSeadragon.TiledImage): number {
+    const { width, layers } = this.info!;
+    const layer = layers[this.images.indexOf(image)];
+    const ratio = this.element.clientWidth / this.place()!.width;
+    return layer ? (ratio * (layer.part?.[2] ?? width)) / layer.levels[0]![1] : ratio;
   }
 
   // Tell where the pointer is, or the middle of the view where there is none, and what is stored there.

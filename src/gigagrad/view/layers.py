@@ -87,7 +87,8 @@ class Layer:
             )
         number = int(found[0])
         known = next((kind.name for kind in self.classes if kind.id == number), None)
-        return known or {0: "background", IGNORED: "ignored"}.get(number, f"class {number}")
+        nothing = "background" if self.kind == "classes" else "none"
+        return known or {0: nothing, IGNORED: "ignored"}.get(number, f"class {number}")
 
     def counts(self, channel: int = 0) -> dict[str, Any] | None:
         """Count the pixels of each class id, or of each of 256 levels of probability, of a large slide in tiles that
