@@ -234,6 +234,27 @@ class TestPage:
             "layers",
         ]
 
+    def test_the_focus_is_seen_on_the_slide_and_arrows_scroll_what_is_no_slide(self, browser, tmp_path):
+        browser.evaluate("document.getElementById('layers').querySelector('input').focus()")
+        for _ in range(20):
+            browser.ask("Input.dispatchKeyEvent", type="keyDown", key="Tab", windowsVirtualKeyCode=9, modifiers=8)
+            if browser.evaluate("document.activeElement.closest('#stage') !== null"):
+                break
+        browser.screenshot(tmp_path / "screen.png")
+        with Pillow.open(tmp_path / "screen.png") as screen:
+            left, top = browser.evaluate("[stage.getBoundingClientRect().x, stage.clientHeight / 2]")
+            assert screen.convert("RGB").getpixel((left + 1, top)) == (0, 89, 168)
+        browser.evaluate("document.querySelector('button.run').click()")
+        browser.wait("document.querySelector('#curves .uplot canvas') !== null")
+        browser.ask("Emulation.setDeviceMetricsOverride", width=1400, height=200, deviceScaleFactor=1, mobile=False)
+        browser.evaluate("document.getElementById('curves').focus()")
+        browser.key("ArrowDown")
+        browser.wait("document.getElementById('curves').scrollTop > 0")
+        browser.ask("Emulation.setDeviceMetricsOverride", width=1400, height=860, deviceScaleFactor=1, mobile=False)
+        browser.evaluate("document.querySelector('button.slide').click()")
+        browser.wait("document.getElementById('curves').hidden")
+        browser.wait("document.querySelectorAll('.layer').length === 7")
+
     @needs_axe
     @pytest.mark.parametrize("scheme", ["light", "dark"])
     def test_the_slide_its_keys_and_the_curves_keep_the_rules_of_accessibility(self, browser, scheme):
@@ -365,10 +386,14 @@ class TestPage:
 
             page.wait("document.querySelector('#stage canvas') !== null")
             end = time.monotonic() + 60
-            while colour(-20)[0] == colour(20)[0]:
+            while len({(255,) * 4, tuple(colour(-20)), tuple(colour(20))}) < 3:
                 assert time.monotonic() < end
             one, near, beyond, other = (colour(at) for at in (-20, -2, 2, 20))
             assert one == near != other == beyond
+            box = "document.getElementById('layer-0')"
+            page.evaluate(f"{box}.click(), {box}.click(), {box}.click()")  # faster than its tiles come
+            page.wait("new Promise((done) => setTimeout(() => done(true), 300))")
+            assert colour(-20) == colour(20) == [255] * 4, "it is hidden"
 
     def test_a_gigapixel_slide_is_drawn_whole_and_pixel_by_pixel(self, tmp_path):
         """Of 16000 x 64000 px and its levels; blocks are left out of the file, but one in the middle of level 0."""
@@ -508,6 +533,13 @@ class TestTwo:
         assert not two.evaluate("document.querySelector('#pane-2 .cross').checkVisibility()")
         two.key("0")
 
+    def test_both_stay_in_step_where_the_window_changes(self, two):
+        for width in (1100, 1400):
+            two.ask("Emulation.setDeviceMetricsOverride", width=width, height=860, deviceScaleFactor=1, mobile=False)
+            two.wait(f"innerWidth === {width}")
+            two.wait(_SAME)
+        two.key("0")
+
     def test_one_of_them_may_be_looked_at_alone(self, two):
         two.key("c")
         assert not two.evaluate("document.getElementById('pane-2').checkVisibility()")
@@ -584,8 +616,10 @@ class TestTwo:
           select.value = select.options[number].value;
           select.dispatchEvent(new Event('change'));
         }"""
+        two.evaluate("document.getElementById('layer-0').focus()")
         two.evaluate(f"({choose})(0)")
         assert two.evaluate(f"{difference}.hidden"), "it is of the two that are chosen"
+        assert two.evaluate("document.activeElement.id") == "layer-0", "the focus stays while the panel is made anew"
         two.evaluate(f"({choose})(1)")
         assert not two.evaluate(f"{difference}.hidden")
 

@@ -199,6 +199,9 @@ async function begin(): Promise<void> {
     if (event.ctrlKey || event.metaKey || event.altKey || typing || at<HTMLDialogElement>("help").open) {
       return;
     }
+    if (curves && !"nbfw?".includes(event.key)) {
+      return; // its keys are the browser's: arrows scroll it
+    }
     const step = event.shiftKey ? 0.05 : 0.2;
     const acts: Record<string, () => void> = {
       ArrowLeft: () => stage.leading.pan(-step, 0),

@@ -49,6 +49,7 @@ export class Panel {
     this.slide = number;
     this.lists = new Map(info.patches.flatMap((of, which) => (this.stage.shows({ of }) ? [[of, new PatchList(this.stage, number, which, of)]] : [])));
     const panel = at("layers");
+    const focused = panel.contains(document.activeElement) ? document.activeElement!.id : "";
     this.boxes = [];
     const about = [
       `${info.width.toLocaleString("en")} × ${info.height.toLocaleString("en")} px`,
@@ -68,6 +69,7 @@ export class Panel {
       make("p", { class: "hint" }, make("kbd", {}, "?"), " lists all keys"),
     );
     panel.hidden = false;
+    document.getElementById(focused)?.focus();
     this.tellTooLong(this.long);
   }
 
@@ -264,7 +266,7 @@ export class Panel {
       select.value = String(state.channel);
       rows.push(make("div", { class: "row" }, make("label", { for: `channel-${index}` }, "Of"), select));
     }
-    const scale = make("div", { class: "ramp", role: "img", "aria-label": `Colours from ${layer.between.length ? "difference" : "probability"} 0, clear and violet, over 0.5, green, to 1, yellow` });
+    const scale = make("div", { class: "ramp", role: "img", "aria-label": `Colours of ${layer.name}: from 0, clear and violet, over 0.5, green, to 1, yellow` });
     scale.style.background = ramp();
     rows.push(scale, make("div", { class: "row ends", "aria-hidden": "true" }, make("span", {}, "0"), make("span", {}, "0.5"), make("span", {}, "1")));
     return rows;

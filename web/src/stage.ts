@@ -33,6 +33,7 @@ export class Stage {
   private info: api.SlideInfo | undefined;
   private number = -1;
   private images: (OpenSeadragon.TiledImage | undefined)[] = [];
+  private drawings: symbol[] = []; // the last one of each layer; what comes of others comes too late
   private drawnLevels: (number | undefined)[] = []; // of live layers
   private older: OpenSeadragon.TiledImage[][] = []; // of live layers, shown until the newer one is there
   private patience = PATIENT_S;
@@ -137,7 +138,9 @@ export class Stage {
       };
       one.viewer.addHandler("viewport-change", follow);
       two.viewer.addHandler("open", follow);
-      two.viewer.addHandler("resize", follow);
+      for (const each of [one, two]) { // a window that changes gives both another zoom, one after the other
+        each.viewer.addHandler("resize", () => requestAnimationFrame(follow));
+      }
     }
     this.lead();
   }
@@ -190,6 +193,7 @@ export class Stage {
 
   close(): void {
     this.info = undefined;
+    this.drawings = [];
     this.number = -1;
     this.viewer.close();
   }
@@ -203,6 +207,7 @@ export class Stage {
     this.info = info;
     this.states = states;
     this.images = [];
+    this.drawings = [];
     this.drawnLevels = [];
     this.older = [];
     this.lines.square = undefined;
@@ -238,6 +243,7 @@ export class Stage {
     }
     const layer = info.layers[index]!;
     const state = this.states[index]!;
+    const drawing = (this.drawings[index] = Symbol());
     const old = this.images[index];
     const live = layer.live ? this.liveLevel(layer) : undefined;
     this.images[index] = undefined;
@@ -275,13 +281,9 @@ export class Stage {
       over: true,
       index: 1 + this.images.slice(0, index).filter(Boolean).length,
       success: (event: { item: OpenSeadragon.TiledImage }) => {
-        if (this.number !== number || this.info !== info || this.states[index] !== state) {
+        if (this.drawings[index] !== drawing) {
           this.viewer.world.removeItem(event.item);
           return;
-        }
-        const newer = this.images[index];
-        if (newer) {
-          this.viewer.world.removeItem(newer);
         }
         this.images[index] = event.item;
         if (!layer.live) {
