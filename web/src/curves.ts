@@ -121,7 +121,7 @@ export function plot(place: HTMLElement, columns: uPlot.AlignedData, lines: uPlo
           spanGaps: true,
           ...line,
           width: (line.width ?? 1.5) * scale,
-          points: { size: 5 * scale, ...line.points },
+          points: { ...line.points, size: (line.points?.size ?? 5) * scale },
         })),
       ],
     },

@@ -21,6 +21,7 @@ from gigagrad.cohorts import Row
 from gigagrad.cohorts.records import SlideResult
 from gigagrad.errors import GigagradError
 from gigagrad.files import size_of
+from gigagrad.reports.tables import counted
 from gigagrad.units import format_seconds
 from gigagrad.view.catalog import Item, find
 from gigagrad.view.layers import Layer, deflated
@@ -37,10 +38,6 @@ _LEAST_PX: Final = 64
 _MOST_CLASSES: Final = 12
 """Classes of which a slide's probabilities are drawn."""
 _QUALITY: Final = 75
-
-
-def counted(number: int, noun: str, plural: str = "") -> str:
-    return f"{number:,} {noun if number == 1 else plural or noun + 's'}"
 
 
 def slides_of(

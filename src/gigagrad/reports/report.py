@@ -28,8 +28,8 @@ from gigagrad.files import write_text
 from gigagrad.plans import Plan
 from gigagrad.plans.description import Table, describe
 from gigagrad.prediction.scores import mean_sd
-from gigagrad.reports.pictures import counted, slides_of
-from gigagrad.reports.tables import class_tables, is_number, label_tables, mapping, measure_name, number
+from gigagrad.reports.pictures import slides_of
+from gigagrad.reports.tables import class_tables, counted, is_number, label_tables, mapping, measure_name, number
 from gigagrad.training.folder import RunFolder
 from gigagrad.units import format_bytes, format_pixels, format_seconds
 from gigagrad.view.page import read_page

@@ -58,6 +58,10 @@ def number(record: Mapping[str, Any], name: str) -> float:
     return float(value) if is_number(value) and math.isfinite(value) else 0.0
 
 
+def counted(count: int, noun: str, plural: str = "") -> str:
+    return f"{count:,} {noun if count == 1 else plural or noun + 's'}"
+
+
 def measure_name(name: str) -> str:
     """Name a measure of an evaluation for a person."""
     return _MEASURES.get(name) or f"{name.removeprefix('auc_')} against the rest"
@@ -132,7 +136,7 @@ def label_tables(
     confusion = tuple((name, *map(str, row)) for name, row in zip(names, counts, strict=False))
     return (
         Table("Slides", ("slide", "label", "predicted", "scores"), tuple(rows), tones=tuple(tones)),
-        Table("Measures", ("measure", "value", "95 % interval"), values, f"{len(slides)} slides, {_DRAWN}"),
+        Table("Measures", ("measure", "value", "95 % interval"), values, f"{counted(len(slides), 'slide')}, {_DRAWN}"),
         *([Table("Confusion", ("true \\ predicted", *names), confusion)] if confusion else []),
     )
 
