@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import socket
 import threading
@@ -81,9 +82,13 @@ def run_dir(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def served(predicted, jpeg_label, network_dir, run_dir) -> Iterator[str]:
-    """Serve a slide with everything, a second one, and a run."""
+def served(predicted, jpeg_slide, jpeg_label, network_dir, run_dir) -> Iterator[str]:
+    """Serve a slide with everything, a second one, and a run whose plan has tiles at half the size."""
     folder = run_dir
+    (folder / "cohort.csv").write_text(f"slide\n{jpeg_slide}\n")
+    (folder / "config.yaml").write_text(f"slides: {folder / 'cohort.csv'}\n")
+    segment = {"tile": [70, 90], "shape": [350, 450], "crop": [80, 100], "read_shape": [350, 450]}
+    (folder / "plan.json").write_text(json.dumps({"image_shape": [1, 3, 700, 900], "segments": [segment]}))
     (folder / "metrics.jsonl").write_text(
         '{"event": "metrics", "split": "train", "epoch": 0, "step": 1, "values": {"loss": 0.5}}\n'
     )
@@ -205,6 +210,10 @@ class TestPage:
         browser.wait(f"!{lines}.hidden")
         inked = f"{lines}.getContext('2d').getImageData(0, 0, {lines}.width, {lines}.height).data.some((each) => each)"
         assert browser.evaluate(inked)
+        told = browser.evaluate("document.getElementById('tiles').textContent")
+        assert [int(found) for found in re.findall(r"\d+", told.partition("/")[2].partition(": ")[2])] == [
+            *(140, 180, 160, 200),
+        ]
         browser.key("t")
         browser.wait(f"{lines}.hidden")
 

@@ -33,7 +33,7 @@ def run(jpeg_slide, jpeg_label, tmp_path_factory):
     return folder, plan
 
 
-def test_the_tiles_of_a_run_s_plan_are_in_pixels_of_the_slide(run, jpeg_slide, serve):
+def test_the_tiles_of_a_run_s_plan_are_told_with_the_fields_that_they_are_of(run, jpeg_slide, serve):
     folder, plan = run
     (told,) = serve(folder).get("slides/0").json()["plans"]
     assert told["of"].endswith("/first")
@@ -41,9 +41,9 @@ def test_the_tiles_of_a_run_s_plan_are_in_pixels_of_the_slide(run, jpeg_slide, s
     assert len(told["segments"]) == len(plan.segments)
     first, last = plan.segments[0], plan.segments[-1]
     assert first.shape == (700, 900)
-    assert told["segments"][0]["tile"] == list(first.tile)
+    for segment, said in ((first, told["segments"][0]), (last, told["segments"][-1])):
+        assert said == {name: [*getattr(segment, name)] for name in ("tile", "shape", "crop", "read_shape")}
     assert last.shape == (140, 180)
-    assert told["segments"][-1]["tile"] == [5.0 * side for side in last.tile]
     with open_image(jpeg_slide, level=1) as small:
         assert read_plan("a", folder / "plan.json", small) == {**told, "of": "a"}  # of level 0 all the same
 

@@ -48,8 +48,8 @@ export interface SlideInfo {
   scores: Record<string, number>;
 }
 
-// Tiles of each segment of a plan, and the crop that one is computed from, in pixels of level 0; no segments where the
-// plan is of slides of another shape. `exact`: it is the plan of the whole slide's prediction; null of a run's.
+// Tiles of each segment of a plan, and the crop that one is computed from: the server tells them in pixels of the fields
+// that they are of, and this gives those of level 0; no segments where the plan is of slides of another shape. `exact`: it is the plan of the whole slide's prediction; null of a run's.
 export interface Plan {
   of: string;
   shape: Shape;
@@ -151,8 +151,27 @@ export async function levels(slide: number, layer: number, place: string, channe
 }
 
 export const catalog = () => ask<Catalog>("catalog");
-export const slide = (number: number) => ask<SlideInfo>(`slides/${number}`);
-export const live = (number: number) => ask<{ layers: LayerInfo[]; plans: Plan[]; problems: string[] }>(`slides/${number}/live`);
+export async function slide(number: number): Promise<SlideInfo> {
+  const info = await ask<SlideInfo>(`slides/${number}`);
+  return { ...info, plans: placed(info.plans as unknown as Told[], info) };
+}
+
+export async function live(number: number, info: SlideInfo): Promise<{ layers: LayerInfo[]; plans: Plan[]; problems: string[] }> {
+  const found = await ask<{ layers: LayerInfo[]; plans: Told[]; problems: string[] }>(`slides/${number}/live`);
+  return { ...found, plans: placed(found.plans, info) };
+}
+
+type Told = Omit<Plan, "segments"> & { segments: Record<"tile" | "shape" | "crop" | "read_shape", Shape>[] };
+
+// Give tiles in pixels of a slide.
+function placed(plans: Told[], { height, width }: SlideInfo): Plan[] {
+  const scaled = (sides: Shape, [high, wide]: Shape): Shape => [(sides[0] * height) / high, (sides[1] * width) / wide];
+  return plans.map((plan) => ({ ...plan, segments: plan.segments.map(({ tile, shape, crop, read_shape }) => {
+    const [own, read] = [scaled(tile, shape), scaled(crop, read_shape)];
+    return { tile: own, crop: [Math.max(read[0], own[0]), Math.max(read[1], own[1])] };
+  }) }));
+}
+
 export const patches = (number: number, which: number) => ask<Patches>(`slides/${number}/patches/${which}`);
 export const patch = (number: number, which: number, place: number) => ask<Chosen | null>(`slides/${number}/patches/${which}/${place}`);
 export const patchAt = (number: number, which: number, y: number, x: number) => ask<Chosen | null>(`slides/${number}/patches/${which}/at/${y}/${x}`);

@@ -95,7 +95,7 @@ async function begin(): Promise<void> {
   // Take over what a tile has taken last.
   async function pace(): Promise<void> {
     const [number, info] = current!;
-    const { plans } = await api.live(number);
+    const { plans } = await api.live(number, info);
     info.plans.forEach((plan) => { plan.seconds = plans.find((each) => each.of === plan.of && plan.seconds !== undefined)?.seconds ?? plan.seconds; });
   }
 
@@ -134,7 +134,7 @@ async function begin(): Promise<void> {
   // The network is captured and planned for the slide's size, while the slide is there to be seen already.
   async function addLive(number: number, info: api.SlideInfo, own: LayerState[]): Promise<void> {
     try {
-      const found = await api.live(number);
+      const found = await api.live(number, info);
       info.layers.push(...found.layers);
       info.plans.push(...found.plans);
       info.problems.push(...found.problems);

@@ -36,7 +36,6 @@ from gigagrad.prediction.classes import Channels
 from gigagrad.prediction.outputs import probability_bytes
 from gigagrad.prediction.predict import Predictor
 from gigagrad.view.layers import LEFT, Layer
-from gigagrad.view.plans import on_slide
 from gigagrad.view.pyramids import TILE, ImagePyramid
 
 Result = TypeVar("Result")
@@ -147,8 +146,10 @@ class Live:
             Layer("Prediction now", "classes", ids, classes, live=True, of=self.name),
             Layer("Probabilities now", "probabilities", shares, named, live=True, of=self.name),
         )
-        full = slide.levels[0].shape
-        segments = [on_slide(each.tile, each.shape, each.crop, each.read_shape, full) for each in plan.segments]
+        segments = [
+            {"tile": each.tile, "shape": each.shape, "crop": each.crop, "read_shape": each.read_shape}
+            for each in plan.segments
+        ]
         told = {"of": self.name, "shape": own.shape[1:], "segments": segments, "exact": exact}
         return layers, lambda: {**told, "seconds": seconds * self.pace}
 

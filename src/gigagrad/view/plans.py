@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -18,8 +18,9 @@ _MOST_TILES: Final = 64
 
 
 def read_plan(of: str, path: Path, slide: Image) -> dict[str, Any] | None:
-    """Return the tiles of each segment of a run's plan in pixels of a slide's level 0; no `segments` where the plan is
-    of another size, whose `shape` is told. None where the file is damaged, or tells none of this.
+    """Return the tiles of each segment of a run's plan, and what they are computed from, with the shapes that both are
+    of; no `segments` where the plan is of another size than a slide's, whose `shape` is told. None where the file is
+    damaged, or tells none of this.
     """
     try:
         plan = read_json(path)
@@ -27,36 +28,18 @@ def read_plan(of: str, path: Path, slide: Image) -> dict[str, Any] | None:
         if path.is_symlink() or bag != [1]:
             return None
         fits = any((height, width) == level.shape for level in slide.levels)
-        segments = [_segment(each, slide) for each in plan["segments"]] if fits else []
+        segments = [_segment(each) for each in plan["segments"]] if fits else []
     except (ValueError, TypeError, KeyError, ZeroDivisionError, OverflowError, RecursionError):
         return None
     return {"of": of, "shape": [height, width], "segments": segments, "exact": None}
 
 
-def _segment(told: Mapping[str, Any], slide: Image) -> dict[str, Any]:
-    """Say where tiles lie. Raises `KeyError` for plans of earlier versions."""
-    tile, shape, crop, read_shape = (
-        tuple(float(side) for side in told[name]) for name in ("tile", "shape", "crop", "read_shape")
-    )
-    found = on_slide(tile, shape, crop, read_shape, slide.levels[0].shape)
-    if not all(map(math.isfinite, [*found["tile"], *found["crop"]])) or min(found["tile"]) <= 0:
+def _segment(told: Mapping[str, Any]) -> dict[str, list[float]]:
+    """Check what a plan says of a segment. Raises `KeyError` for plans of earlier versions."""
+    found = {name: _numbers(told[name], 2) for name in ("tile", "shape", "crop", "read_shape")}
+    if min(side for name, sides in found.items() if name != "crop" for side in sides) <= 0:
         raise ValueError("a tile without pixels")
     return found
-
-
-def on_slide(
-    tile: Sequence[float],
-    shape: Sequence[float],
-    crop: Sequence[float],
-    read_shape: Sequence[float],
-    whole: Sequence[int],
-) -> dict[str, list[float]]:
-    """Return height and width of a segment's tiles and of what they are computed from in pixels of level 0, which is
-    `whole` pixels high and wide; `shape` and `read_shape` are those of the fields that tile and crop are of.
-    """
-    own = [side * of / size for side, of, size in zip(tile, whole, shape, strict=True)]
-    read = [side * of / size for side, of, size in zip(crop, whole, read_shape, strict=True)]
-    return {"tile": own, "crop": [max(pair) for pair in zip(read, own, strict=True)]}
 
 
 def works_of(folders: Iterable[tuple[str, Path]], slides: Mapping[str, int]) -> Iterator[dict[str, Any]]:
