@@ -35,7 +35,7 @@ def draw(line: dict[str, Any], path: Path) -> None:
     from matplotlib.lines import Line2D
 
     networks = line["networks"]
-    style = {**STANDING_ALONE, "svg.fonttype": "path", "svg.hashsalt": "peers", "axes.grid.axis": "both"}
+    style = {**STANDING_ALONE, "svg.hashsalt": "peers", "axes.grid.axis": "both"}
     with mpl.rc_context(style):
         figure = Figure(figsize=(5.2 * len(networks) + 0.4, 7.4), layout="constrained")
         axes = figure.subplots(2, len(networks), sharex="col", sharey="row", squeeze=False)

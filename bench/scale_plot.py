@@ -19,7 +19,7 @@ def draw(line: dict[str, Any], path: Path) -> None:
     predicted = {int(count): times for count, times in line["predicted_times_faster"].items()}
     measured = {int(count): found["times_faster"] for count, found in line["runs"].items()}
     counts = sorted(predicted)
-    style = {**STANDING_ALONE, "svg.fonttype": "path", "svg.hashsalt": "scale", "axes.grid.axis": "both"}
+    style = {**STANDING_ALONE, "svg.hashsalt": "scale", "axes.grid.axis": "both"}
     with mpl.rc_context(style):
         figure = Figure(figsize=(6.4, 4.4), layout="constrained")
         ax = figure.subplots()

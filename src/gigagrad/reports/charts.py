@@ -21,32 +21,22 @@ INK, MUTED, LINE = "#1d2126", "#667079", "#e2e0da"
 FIRST, SECOND, THIRD, FOURTH = "#2f6f9f", "#b3591b", "#8aa9bd", "#c9b48a"
 ALARM, CARD = "#b3261e", "#ffffff"
 STANDING_ALONE = {
-    "svg.fonttype": "none",
+    "svg.fonttype": "path",
     "text.parse_math": False,
     "font.size": 11,
-    "figure.facecolor": CARD,
-    "axes.facecolor": CARD,
-    "savefig.facecolor": CARD,
-    "axes.edgecolor": LINE,
-    "axes.labelcolor": MUTED,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.spines.left": False,
     "axes.grid": True,
     "axes.grid.axis": "y",
     "axes.axisbelow": True,
-    "grid.color": LINE,
     "grid.linewidth": 0.8,
-    "xtick.color": LINE,
-    "xtick.labelcolor": MUTED,
-    "ytick.color": LINE,
-    "ytick.labelcolor": MUTED,
     "ytick.major.size": 0,
-    "text.color": INK,
     "legend.frameon": False,
-    "legend.labelcolor": INK,
     "lines.linewidth": 1.8,
     "lines.solid_capstyle": "round",
+    **dict.fromkeys(("axes.spines.top", "axes.spines.right", "axes.spines.left"), False),
+    **dict.fromkeys(("figure.facecolor", "axes.facecolor", "savefig.facecolor"), CARD),
+    **dict.fromkeys(("axes.edgecolor", "grid.color", "xtick.color", "ytick.color"), LINE),
+    **dict.fromkeys(("axes.labelcolor", "xtick.labelcolor", "ytick.labelcolor"), MUTED),
+    **dict.fromkeys(("text.color", "legend.labelcolor"), INK),
 }
 """Matplotlib's settings for a picture."""
 _PARTS = (
@@ -77,7 +67,7 @@ def draw_plan(study: PlanStudy, path: Path) -> None:
     check_picture(path)
     kind = path.suffix.lower()
     height, width = study.plan.image_shape[-2:]
-    with mpl.rc_context({**STANDING_ALONE, "svg.fonttype": "path", "svg.hashsalt": study.model}):
+    with mpl.rc_context({**STANDING_ALONE, "svg.hashsalt": study.model}):
         figure = Figure(figsize=(11, 4.8), layout="constrained")
         figure.suptitle(f"{study.model}, {height} x {width} px ({format_pixels(height * width)})", fontsize=13)
         curve, held = figure.subplots(1, 2, width_ratios=(5, 6))

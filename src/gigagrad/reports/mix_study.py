@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from math import inf, isfinite, prod
 from pathlib import Path
 from typing import Any
@@ -97,8 +98,8 @@ def plan_cohort(
         import scipy.optimize  # noqa: F401  # before minutes of planning
     network, named = resolve(model, published=False), None if loss is None else named_loss(loss)
     network.train(loss is not None)
-    engines: dict[MachineKind, tuple[Engine, Machine | None]] = {}
 
+    @cache
     def engine_on(kind: MachineKind) -> tuple[Engine, Machine | None]:
         rates = None if kind.rates is None else Path(kind.rates)
         try:
@@ -112,9 +113,7 @@ def plan_cohort(
         return engine, machine
 
     def predict(kind: MachineKind, path: Path) -> float:
-        if kind not in engines:
-            engines[kind] = engine_on(kind)
-        engine, machine = engines[kind]
+        engine, machine = engine_on(kind)
         with open_image(path) as slide:
             labels = output_channels(network, slide.shape) if named is not None and named.binary else 1
             target = None if named is None else np.broadcast_to(np.uint8(0), (labels, *slide.shape[-2:]))
@@ -181,7 +180,9 @@ def mix_tables(study: MixStudy, note: str = "") -> tuple[Table, ...]:
             slides = sum(sum(machine.slides) for machine in own)
             paid = sum(machine.seconds for machine in own)
             longest, cost = max(machine.seconds for machine in own), sum(machine.cost for machine in own)
-            machines.append((name, str(len(own)), str(slides), *_hours(longest, paid), f"{cost:.2f}"))
+            machines.append(
+                (name, str(len(own)), str(slides), f"{longest / 3600:.2f}", f"{paid / 3600:.2f}", f"{cost:.2f}")
+            )
     machines.append(("together", str(len(study.mix.machines)), str(sum(study.slides)), "", "", f"{study.mix.cost:.2f}"))
     best = study.best_alone
     if best is None:
@@ -219,10 +220,6 @@ def mix_tables(study: MixStudy, note: str = "") -> tuple[Table, ...]:
 
 def _percent(part: float, whole: float) -> str:
     return f"{100 * part / whole:.0f} % of it" if whole else "-"
-
-
-def _hours(*seconds: float) -> tuple[str, ...]:
-    return tuple(f"{each / 3600:.2f}" for each in seconds)
 
 
 def _slide(seconds: float, each: MachineKind) -> str:

@@ -367,22 +367,18 @@ def _cards(run: RunData) -> Iterator[Card]:
 
 def _step_cards(step: Mapping[str, Any]) -> Iterator[Card]:
     """Return the large step's numbers, the published ones beside them where the size is the same."""
-    pixels = step.get("pixels")
-    published = pixels == _PUBLISHED_PIXELS
-    if pixels:
-        size = f"{step['height']} x {step['width']} px" if step.get("height") and step.get("width") else "one slide"
-        yield ("Pixels", format_pixels(int(pixels)), size)
-    if seconds := step.get("seconds_per_step"):
-        yield ("Time", format_seconds(seconds), f"published: {_PUBLISHED_SECONDS} s" if published else "")
-    if peak := step.get("peak_rss_bytes"):
-        note = f"published: {_PUBLISHED_BYTES / 1e9:.2f} GB" if published else "the whole process"
-        yield ("Peak memory", format_bytes(int(peak)), note)
-    if predicted := step.get("predicted_peak_bytes"):
-        budget = step.get("budget_bytes")
-        note = f"budget {format_bytes(int(budget))}" if budget else ""
-        yield ("Predicted peak", format_bytes(int(predicted)), note)
-    if step.get("loss") is not None:
-        yield ("Loss", f"{step['loss']:.6g}", "exact, over every pixel")
+    published, budget = step.get("pixels") == _PUBLISHED_PIXELS, step.get("budget_bytes")
+    size = f"{step['height']} x {step['width']} px" if step.get("height") and step.get("width") else "one slide"
+    published_peak = f"published: {_PUBLISHED_BYTES / 1e9:.2f} GB"
+    for label, name, worded, note in (
+        ("Pixels", "pixels", format_pixels, size),
+        ("Time", "seconds_per_step", format_seconds, f"published: {_PUBLISHED_SECONDS} s" if published else ""),
+        ("Peak memory", "peak_rss_bytes", format_bytes, published_peak if published else "the whole process"),
+        ("Predicted peak", "predicted_peak_bytes", format_bytes, f"budget {format_bytes(budget)}" if budget else ""),
+        ("Loss", "loss", "{:.6g}".format, "exact, over every pixel"),
+    ):
+        if step.get(name) is not None:
+            yield (label, worded(step[name]), note)
 
 
 def _notes(run: RunData) -> Iterator[str]:

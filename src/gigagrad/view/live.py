@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import CancelledError, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from math import log2, prod
 from pathlib import Path
 from time import perf_counter
@@ -140,8 +141,8 @@ class Live:
         classes = tuple(kind for kind in named if kind.id)
         finest = 0.0 if last is None else last.forward_seconds * TILE**2 / prod(own.shape[1:])
         coarsest = int(max(0, log2(_MOST_TILE_SECONDS / finest) // 2)) if finest else None
-        ids = ImagePyramid(_Ids(computed, channels, self._threshold), ids=True, coarsest=coarsest)
-        shares = ImagePyramid(_Probabilities(computed, channels), coarsest=coarsest)
+        ids = ImagePyramid(_Made(computed, 1, partial(_ids, channels, self._threshold)), ids=True, coarsest=coarsest)
+        shares = ImagePyramid(_Made(computed, logits.channels, partial(probability_bytes, channels)), coarsest=coarsest)
         layers = (
             Layer("Prediction now", "classes", ids, classes, live=True, of=self.name),
             Layer("Probabilities now", "probabilities", shares, named, live=True, of=self.name),
@@ -190,27 +191,21 @@ class _Computed(View):
         return pixels
 
 
-class _Probabilities(View):
-    """Probabilities in bytes, 255 is 1, a channel each."""
+class _Made(View):
+    """Bytes that are made of the network's output `(1, C, h, w)`, in so many channels."""
 
-    def __init__(self, logits: Image, channels: Channels) -> None:
-        super().__init__(logits, dtype=np.dtype(np.uint8))
-        self._channels = channels
-
-    def _read_inside(self, box: Box) -> Array:
-        return probability_bytes(self._channels, torch.from_numpy(np.asarray(self._image.read(box)))[None])
-
-
-class _Ids(View):
-    """Class ids; where labels may overlap, those of the last one that is there."""
-
-    def __init__(self, logits: Image, channels: Channels, threshold: float) -> None:
-        super().__init__(logits, (1, *logits.shape[1:]), dtype=np.dtype(np.uint8))
-        self._channels, self._threshold = channels, threshold
+    def __init__(self, logits: Image, channels: int, make: Callable[[torch.Tensor], Array]) -> None:
+        super().__init__(logits, (channels, *logits.shape[1:]), dtype=np.dtype(np.uint8))
+        self._make = make
 
     def _read_inside(self, box: Box) -> Array:
-        mask = self._channels.mask(torch.from_numpy(np.asarray(self._image.read(box)))[None], self._threshold)
-        if self._channels.labels:
-            numbers = np.arange(1, len(mask) + 1, dtype=np.uint8)[:, None, None]
-            mask = (mask * numbers).max(axis=0, keepdims=True)
-        return mask
+        return self._make(torch.from_numpy(np.asarray(self._image.read(box)))[None])
+
+
+def _ids(channels: Channels, threshold: float, logits: torch.Tensor) -> Array:
+    """Return class ids; where labels may overlap, those of the last one that is there."""
+    mask = channels.mask(logits, threshold)
+    if channels.labels:
+        numbers = np.arange(1, len(mask) + 1, dtype=np.uint8)[:, None, None]
+        mask = (mask * numbers).max(axis=0, keepdims=True)
+    return mask
