@@ -95,7 +95,7 @@ def application(
     `threads` read and compute, and if `framed` other pages may hold this one in a frame."""
     answers = _Answers(catalog, slides, page, SideThreads(threads, "gigagrad-view"))
     routes = [Route(f"/{name.removeprefix(_FIRST)}", answers.page) for name in page]
-    routes += [Route(f"/slides/{{slide:int}}{rest}", answers.told(tell)) for rest, tell in _TOLD.items()]
+    routes += [Route(f"/slides/{{slide:int}}{rest}", answers.of_slide(tell)) for rest, tell in _TOLD.items()]
     routes += [Route(f"/slides/{{slide:int}}{rest}", answers.drawn(draw)) for rest, draw in _DRAWN.items()]
     routes += [
         Route("/catalog", answers.later(answers.catalog)),
@@ -115,7 +115,7 @@ _TOLD: Final[dict[str, Callable[[Opened, Asked], Any]]] = {
     "/{layer:int}/counts": lambda slide, asked: _there(slide.counts(asked["layer"], asked.get("channel", 0))),
     "/pixel/{y:int}/{x:int}": lambda slide, asked: slide.values(asked["y"], asked["x"], live=bool(asked.get("live"))),
 }
-"""What is told of a slide, by the rest of its address."""
+"""Answers about a slide, by the rest of its address."""
 _DRAWN: Final[dict[str, Callable[[Opened, Asked], bytes | None]]] = {
     "/thumbnail": lambda slide, _: slide.thumbnail(),
     "/square/{x:int}/{y:int}/{side:int}": lambda slide, asked: slide.square(asked["x"], asked["y"], asked["side"]),
@@ -123,7 +123,7 @@ _DRAWN: Final[dict[str, Callable[[Opened, Asked], bytes | None]]] = {
         *(asked.get(name, 0) for name in ("layer", "level", "column", "row", "channel", "margin"))
     ),
 }
-"""The same of what is drawn: JPEGs of the slide, levels of its layers."""
+"""Pictures of a slide, by the rest of its address: JPEGs, or levels of its layers."""
 
 
 class _Answers:
@@ -167,7 +167,7 @@ class _Answers:
         here = [{"of": of, **work_on(found, self._numbers)} for of, found in own if found is not None]
         return _json([*works_of(self._catalog.folders, self._numbers), *here])
 
-    def told(self, tell: Callable[[Opened, Asked], Any]) -> Endpoint:
+    def of_slide(self, tell: Callable[[Opened, Asked], Any]) -> Endpoint:
         """Answer with what is told of a slide."""
 
         def answer(asked: Asked) -> Response:
