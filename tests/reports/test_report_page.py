@@ -80,11 +80,15 @@ def test_the_class_of_probabilities_is_chosen_for_all_slides_and_close_up(jpeg_s
     config = PredictConfig(run=tmp_path / "best.pt", slides=(jpeg_slide,), out=out, trust=trust)
     predict(dataclasses.replace(config, outputs=("probabilities",), classes=("one", "two", "three")))
     (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.yaml").write_text("patch_size: 224\n")
     path = write_report(tmp_path / "run", tmp_path / "report.html", predictions_dir=out)
     drawn = f"[...{LAYERS}].map((each) => each.src)"
     with Browser(1280, 900) as browser:
         browser.open(path.as_uri())
         browser.wait(f"{LAYERS}.length === 1")
+        assert "on all patches of each slide" in texts(browser, "#report header")[0]
+        assert browser.evaluate("[...document.querySelectorAll('#report fieldset > div')].map((each) => "
+                                "each.querySelectorAll('.ramp').length)") == [0, 1]  # fmt: skip
         browser.evaluate("document.querySelectorAll('#report fieldset input')[1].click()")
         select = "document.querySelector('#report fieldset select')"
         assert browser.evaluate(f"[{select}.value, ...{select}.options].map((each) => each.value ?? each)") == [

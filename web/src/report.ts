@@ -2,6 +2,8 @@ import type uPlot from "uplot";
 import "./report.css";
 import { COLOURS, plot, worded, type Plot } from "./curves";
 import { at, colour, grouped, make } from "./dom";
+import type { LayerInfo } from "./api";
+import { ramp } from "./levels";
 import { start } from "./main";
 import { startingStates } from "./panel";
 import { type Card, type Facts, type Pictured, type Point, type Report, type Table } from "./recorded";
@@ -37,7 +39,7 @@ function sections(report: Report, charts: Charts): HTMLElement[] {
       {},
       make("p", {}, "gigagrad training report"),
       make("h1", {}, report.name),
-      make("p", {}, `${report.model ? `${report.model}, trained` : "Trained"} on whole slides: exact loss and gradients, no patches.`),
+      make("p", {}, `${report.model ? `${report.model}, trained` : "Trained"} on ${Number(report.settings["patch_size"]) ? "all patches of each slide: exact loss and gradients, none is left out" : "whole slides: exact loss and gradients, no patches"}.`),
       ...cards(report.cards),
       ...(report.notes.length ? [make("ul", { class: "notes" }, ...report.notes.map((note) => make("li", {}, note)))] : []),
     ),
@@ -57,7 +59,7 @@ function sections(report: Report, charts: Charts): HTMLElement[] {
   const [slides, ...measures] = report.labelled;
   if (slides) {
     const text = "Scores of whole slides, or of the slides of a patient together, against their labels. Intervals are 95 %, over slides drawn again with replacement.";
-    add("Test slides", text, make("div", { class: "split" }, ...measures.map((each) => make("div", { class: "box" }, table(each)))), details("Slide by slide", false, table(slides)));
+    add("Test slides", text, make("div", { class: "split" }, ...measures.map((each) => make("div", { class: "box" }, make("h3", {}, each.title), table(each)))), details("Slide by slide", false, table(slides)));
   }
   if (report.slides.length) {
     const about = report.attended ? "The patches of the upper half by their attention on the slide, then those with most and with least. " : "The lowest Dice comes first. ";
@@ -213,12 +215,12 @@ class Charts {
 function pictures(slides: Pictured[]): HTMLElement[] {
   const drawn = slides.map((slide, index) => new Picture(slide, index));
   const shares = new Map<string, string>(); // layers of several classes' probabilities, with the class to begin with
-  const named = new Map<string, { box: HTMLInputElement; colours: Map<string, string>; outlined: boolean }>();
+  const named = new Map<string, { box: HTMLInputElement; colours: Map<string, string>; outlined: boolean; kind: LayerInfo["kind"] }>();
   for (const { slide, states } of drawn) {
     for (const [index, layer] of slide.info.layers.entries()) {
       const { on, form } = states[index]!;
       const box = make("input", { type: "checkbox", checked: on, change: () => change(layer.name) });
-      const known = named.get(layer.name) ?? { box, colours: new Map<string, string>(), outlined: form === "outline" };
+      const known = named.get(layer.name) ?? { box, colours: new Map<string, string>(), outlined: form === "outline", kind: layer.kind };
       named.set(layer.name, known);
       layer.classes.forEach((kind) => known.colours.set(kind.name, colour(kind.color)));
       if (layer.kind === "probabilities" && layer.classes.length > 1) {
@@ -245,14 +247,16 @@ function pictures(slides: Pictured[]): HTMLElement[] {
     }
     drawn.forEach((each) => each.switch(name, checked));
   };
-  const rows = [...named].map(([name, { box, colours, outlined }]) => {
+  const rows = [...named].map(([name, { box, colours, outlined, kind }]) => {
+    const scale = make("span", { class: "ramp", role: "img", "aria-label": "from 0, clear, to 1, yellow" });
+    scale.style.background = ramp();
     const swatches = [...colours].map(([kind, found]) => {
       const swatch = make("span", { class: "swatch", "aria-hidden": "true" });
       Object.assign(swatch.style, outlined ? { border: `3px solid ${found}` } : { background: found });
       return make("span", { class: "kind" }, swatch, kind);
     });
     const kinds = [...colours.keys()];
-    return make("div", {}, make("label", {}, box, name), ...(shares.has(name) ? [choice(name, kinds)] : swatches));
+    return make("div", {}, make("label", {}, box, name), ...(shares.has(name) ? [choice(name, kinds)] : []), ...(kind === "probabilities" ? ["0 ", scale, " 1"] : swatches));
   });
   const legend = rows.length ? [make("fieldset", { class: "box" }, make("legend", {}, "Over the slides"), ...rows)] : [];
   return [...legend, make("div", { class: "pictures" }, ...drawn.map((each) => each.element))];

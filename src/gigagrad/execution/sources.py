@@ -129,7 +129,7 @@ def image_source(
         opened = image
     else:
         opened = image if isinstance(image, Image) else open_ids(image) if ids else open_image(image)
-    dtype = dtype_of(_torch_dtype(opened.dtype))
+    dtype = dtype_of(torch_dtype(opened.dtype))
     bag = isinstance(opened, Bag)
     shape = opened.shape if isinstance(opened, Bag) else (1, *opened.shape)
     spec = InputSpec(shape, dtype, field=True, differentiable=asked or given is not None, bag=bag)
@@ -173,7 +173,8 @@ def reading_of(sources: Mapping[str, Source], device: Device, threads: int) -> R
     )
 
 
-def _torch_dtype(dtype: np.dtype[Any] | torch.dtype) -> torch.dtype:
+def torch_dtype(dtype: np.dtype[Any] | torch.dtype) -> torch.dtype:
+    """Return the dtype of tensors that hold such pixels."""
     return dtype if isinstance(dtype, torch.dtype) else torch.from_numpy(np.empty(0, dtype)).dtype
 
 

@@ -121,7 +121,7 @@ class Session:
             self._session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
             (self._input,) = (given.name for given in self._session.get_inputs())
         except Exception as error:  # ONNX Runtime's own classes share no other base
-            raise ModelError(f"ONNX Runtime cannot load {path}: {_reason(error)}; export it again") from error
+            raise ModelError(f"ONNX Runtime cannot load {path}: {reason_of(error)}; export it again") from error
         self._name = path
 
     def run(self, pixels_NCHW: NDArray[Any]) -> NDArray[Any]:
@@ -129,11 +129,12 @@ class Session:
         try:
             (output,) = self._session.run(None, {self._input: np.ascontiguousarray(pixels_NCHW)})
         except Exception as error:
-            raise ModelError(f"{self._name} fails on an image {pixels_NCHW.shape}: {_reason(error)}") from error
+            raise ModelError(f"{self._name} fails on an image {pixels_NCHW.shape}: {reason_of(error)}") from error
         return np.asarray(output)
 
 
-def _reason(error: Exception) -> str:
+def reason_of(error: Exception | None) -> str:
+    """Return the text of another library's error in one line."""
     return " ".join(str(error).split())[:300]
 
 

@@ -33,6 +33,7 @@ from gigagrad.devices import Device, device_for
 from gigagrad.errors import BudgetError, ConfigError, GigagradError, ModelError
 from gigagrad.execution.compiling import bytes_or_none
 from gigagrad.execution.executor import Threads
+from gigagrad.execution.sources import torch_dtype
 from gigagrad.graphs import WholeCost
 from gigagrad.graphs.whole import count_whole
 from gigagrad.images.bag import Bag
@@ -173,7 +174,7 @@ class Encoder:
         """Predict what batches take: of a GPU one is computed at a time, and readers take the host's memory."""
         cost, length = self._count(bag, size)
         at_a_time = workers if self.device.is_host else 1
-        pixel_bytes = size * prod(bag.shape[1:]) * _torch_dtype(bag.dtype).itemsize
+        pixel_bytes = size * prod(bag.shape[1:]) * torch_dtype(bag.dtype).itemsize
         batch_bytes = 2 * pixel_bytes + cost.peak_bytes  # as they are read, and channels last
         linear = [module.weight for module in self.network.modules() if isinstance(module, nn.Linear)]
         linear = linear if self._by_onednn else []
@@ -201,7 +202,7 @@ class Encoder:
         mode = FakeTensorMode(allow_non_fake_inputs=True)
         with mode:
             fakes = {name: _like(tensor) for name, tensor in _tensors(self.network)}
-            patches = torch.empty((size, *bag.shape[1:]), dtype=_torch_dtype(bag.dtype))
+            patches = torch.empty((size, *bag.shape[1:]), dtype=torch_dtype(bag.dtype))
             patches = patches.contiguous(memory_format=torch.channels_last)
 
         def run(images: tuple[torch.Tensor, ...], target: None = None) -> Any:
@@ -248,7 +249,3 @@ def _is_plain(value: object) -> bool:
     if isinstance(value, tuple | list):
         return all(map(_is_plain, value))
     return value is None or type(value) in (bool, int, float, str)
-
-
-def _torch_dtype(dtype: np.dtype[Any] | torch.dtype) -> torch.dtype:
-    return dtype if isinstance(dtype, torch.dtype) else torch.from_numpy(np.empty(0, dtype)).dtype

@@ -34,7 +34,7 @@ from gigagrad.graphs import Graph, InputSpec, capture
 from gigagrad.images import InputView
 from gigagrad.models import MultiStainNet, Normalise, load_model
 from gigagrad.models.bag_names import is_bag_name
-from gigagrad.models.exported import KIND, ExportedNetwork, Geometry
+from gigagrad.models.exported import KIND, ExportedNetwork, Geometry, reason_of
 from gigagrad.models.saved import CONFIG, ONNX
 from gigagrad.plans.geometry import Steps, axis_geometry
 from gigagrad.plans.segments import is_read
@@ -194,7 +194,7 @@ def _traced(model: nn.Module, channels: int, geometry: Geometry) -> tuple[Export
         if all(isinstance(side, torch.SymInt) for side in given.meta["val"].shape[2:]):
             return program, beyond
         raise ModelError("the model takes images of one size only, or computes with it as a number; it is not exported")
-    raise ModelError(f"torch.export refuses the model: {_reason(error)}") from error
+    raise ModelError(f"torch.export refuses the model: {reason_of(error)}") from error
 
 
 def _save(program: ExportedProgram, path: Path) -> None:
@@ -213,7 +213,7 @@ def _write_onnx(program: ExportedProgram, path: Path) -> None:
     except OSError:
         raise
     except Exception as error:  # whatever its libraries make of an operator
-        raise ModelError(f"ONNX cannot express the model: {_reason(error)}") from error
+        raise ModelError(f"ONNX cannot express the model: {reason_of(error)}") from error
 
 
 def _fix_output_padding(program: ExportedProgram) -> None:
@@ -330,7 +330,7 @@ def _quantise(path: Path, crops: Iterator[NDArray[np.uint8]]) -> None:
     except (GigagradError, OSError):
         raise
     except Exception as error:
-        raise ModelError(f"ONNX Runtime cannot quantise the model: {_reason(error)}") from error
+        raise ModelError(f"ONNX Runtime cannot quantise the model: {reason_of(error)}") from error
 
 
 @contextmanager
@@ -343,7 +343,3 @@ def _silent() -> Iterator[None]:
             yield
     finally:
         logging.disable(before)
-
-
-def _reason(error: Exception | None) -> str:
-    return " ".join(str(error).split())[:300]

@@ -83,15 +83,12 @@ def _wanted(record: SlideResult, item: Item | None, folder: Path) -> list[_Ways]
     name, files = record.name, record.files
     if "attention" in files:
         count = counted(record.patches, "patch", "patches")
-        paths = sorted(
-            _inside(folder, f"{escape(files['attention'])}/*.png"), key=lambda path: path.name == "patches.png"
-        )
-        kinds = [
-            "most and least attention" if path.name == "patches.png" else f"attention in {path.stem}" for path in paths
-        ]
+        paths = _inside(folder, f"{escape(files['attention'])}/*.png")
+        kinds = {path: f"attention in {path.stem}" for path in paths if path.name != "patches.png"}
+        kinds |= {path: "most and least attention" for path in paths if path.name == "patches.png"}
         return [
             [(Item(Row(path), label=name), {"caption": f"{kind}, {count}", "alt": f"{kind}, {name}"})]
-            for path, kind in zip(paths, kinds, strict=True)
+            for path, kind in kinds.items()
         ]
     facts = [] if record.dice is None else [f"Dice {record.dice:.4f}"]
     facts += [f"{record.height} x {record.width} px", counted(record.regions, "region")]

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import os
 import socket
-import sys
 import threading
 import webbrowser
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -183,18 +182,15 @@ def _listening(host: str, port: int) -> Iterator[socket.socket]:
     if not 0 <= port < 2**16:  # some systems take the rest of a division
         raise ConfigError(f"got --port {port}, expected 1 to {2**16 - 1}, or 0 for one that is free")
     try:
-        family, kind, protocol, _, place = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        opened = socket.socket(family, kind, protocol)
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
     except OSError as error:
         raise ConfigError(f"cannot listen at {host}: {error.strerror or error}; leave out --host") from error
+    both = family == socket.AF_INET6 and socket.has_dualstack_ipv6()
+    try:  # whoever asks before the server is there waits for it
+        opened = socket.create_server((host, port), family=family, dualstack_ipv6=both)
+    except OSError as error:
+        raise ConfigError(f"cannot listen at {host} port {port}: {error}; choose another --port") from error
     with opened:
-        try:
-            if sys.platform != "win32":
-                opened.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            opened.bind(place)
-            opened.listen()  # whoever asks before the server is there waits for it
-        except OSError as error:
-            raise ConfigError(f"cannot listen at {host} port {port}: {error}; choose another --port") from error
         yield opened
 
 
