@@ -148,7 +148,7 @@ def tile_step(
         ranks,
         clock(passes, link, copying) + replicated,
         sum(pass_seconds) + replicated,
-        _memory_bytes(plan, ranks) + message_bytes,
+        _memory_bytes(plan) + message_bytes,
         int(sent.max()),
         {**_lost(passes, link, copying), REPLICATED: replicated * (1 - 1 / ranks)},
     )
@@ -207,7 +207,7 @@ def _rank_shares(problem: Problem, plan: Plan, step: Tiles) -> list[float]:
     return [taken(step.own(rank)) / taken(range(len(chunks))) for rank in range(len(step.first_chunks) - 1)]
 
 
-def _memory_bytes(plan: Plan, ranks: int) -> int:
+def _memory_bytes(plan: Plan) -> int:
     """Return the peak, without messages, of the rank whose fields and cotangents in memory are most."""
     peaks = []
     for step, buffers in live(plan.steps):
