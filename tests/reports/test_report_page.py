@@ -155,6 +155,7 @@ def test_a_picture_opens_closely_by_keyboard_and_esc_leads_back(browser):
     browser.wait(drawn)
     assert texts(browser, "#layers h1") == ["small"]
     assert browser.evaluate("document.getElementById('report').inert")
+    assert browser.evaluate("document.activeElement.ariaLabel") == "Back to the report"
     browser.key("e")
     browser.wait("document.getElementById('layer-3').checked && !document.getElementById('layer-1').checked")
     assert "µm" in browser.wait("document.getElementById('place').textContent")

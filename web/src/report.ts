@@ -326,7 +326,8 @@ function openClosely(report: Report, article: HTMLElement, viewer: HTMLElement):
   };
   const follow = () => {
     const open = location.hash.startsWith("#slide=");
-    if (open && !document.body.classList.contains("closely")) {
+    const opens = open && !document.body.classList.contains("closely");
+    if (opens) {
       from = document.activeElement;
     }
     document.body.classList.toggle("closely", open);
@@ -336,6 +337,9 @@ function openClosely(report: Report, article: HTMLElement, viewer: HTMLElement):
       begun = true;
       at("tools").prepend(make("button", { type: "button", "aria-label": "Back to the report", title: "Back to the report (Esc)", click: close }, "✕"));
       void start();
+    }
+    if (opens) {
+      (at("tools").firstElementChild as HTMLElement).focus();
     }
     if (!open) {
       document.title = titleOf(report);
