@@ -171,8 +171,8 @@ def test_a_study_is_in_the_seconds_of_timed_tiles_and_tells_how_far_it_is():
     assert plain.advice
     assert [each.seconds for each in study.advice] == pytest.approx([10 * each.seconds for each in plain.advice])
     assert [p.seconds for p in study.points] == pytest.approx([10 * p.seconds for p in plain.points])
-    assert study.advice[0].seconds < study.seconds
-    assert format_seconds(study.seconds) in advice_in_words(study)[0]
+    assert study.advice[0].seconds < study.plan.predicted_seconds
+    assert format_seconds(study.plan.predicted_seconds) in advice_in_words(study)[0]
     assert study.rates.startswith("by typical rates; 'gigagrad calibrate'")
     assert plain.rates == "by guesses"
     assert [event.tried for event in heard[:-1]] == list(range(len(heard) - 1))

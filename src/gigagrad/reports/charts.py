@@ -83,11 +83,12 @@ def draw_curve(ax: Axes, study: PlanStudy) -> None:
     """Draw time against memory, both logarithmic: what a factor of memory buys as a factor of time."""
     ax.set_title("Memory against time", loc="left", fontsize=11)
     plan, points = study.plan, study.points
-    corners = [(p.predicted_peak_bytes, p.seconds) for p in points] + [(plan.predicted_peak_bytes, study.seconds)]
+    own = plan.predicted_peak_bytes, plan.predicted_seconds
+    corners = [(point.predicted_peak_bytes, point.seconds) for point in points] + [own]
     memory, seconds = np.array(sorted(corners), dtype=float).T
     ax.step(memory, seconds, where="post", color=THIRD, lw=1.4)
     ax.plot(memory, seconds, "o", color=FIRST, ms=5)
-    ax.plot(plan.predicted_peak_bytes, study.seconds, "o", color=SECOND, ms=10, mec=CARD, mew=1.5, label="this plan")
+    ax.plot(*own, "o", color=SECOND, ms=10, mec=CARD, mew=1.5, label="this plan")
     if plan.budget_bytes is not None:
         ax.axvline(plan.budget_bytes, color=ALARM, lw=1.4, label=f"budget {format_bytes(plan.budget_bytes)}")
     known = [*memory, *([plan.budget_bytes] if plan.budget_bytes else [])]

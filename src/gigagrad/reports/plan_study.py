@@ -56,15 +56,6 @@ class PlanStudy:
     advice: tuple[Advice, ...] = ()
     """Suggestions that would make a step clearly faster, in the same seconds."""
 
-    @property
-    def seconds(self) -> float:
-        return self.plan.predicted_seconds
-
-    @property
-    def smallest_bytes(self) -> int:
-        """Return the smallest budget that works."""
-        return self.points[0].budget_bytes
-
 
 def make_study(
     model: str, problem: Problem, plan: Plan, *, rates: str = "", listeners: tuple[Listener, ...] = ()
@@ -122,7 +113,7 @@ def describe_study(study: PlanStudy) -> Description:
         f"{step_of(plan)} of {study.model}",
         (
             *facts,
-            ("smallest budget", f"{format_bytes(study.smallest_bytes)} would work"),
+            ("smallest budget", f"{format_bytes(study.points[0].budget_bytes)} would work"),
             *zip(labels, advice_in_words(study), strict=True),
         ),
         (*tables, memory_of(plan), _curve(study)),
@@ -140,7 +131,7 @@ def advice_in_words(study: PlanStudy) -> tuple[str, ...]:
         f"{format_bytes(each.size_bytes)} of {_RESOURCES.get(each.tier, each.tier)}: {format_seconds(each.seconds)}"
         for each in study.advice
     ]
-    lines[0] += f" a step instead of {format_seconds(study.seconds)}"
+    lines[0] += f" a step instead of {format_seconds(study.plan.predicted_seconds)}"
     return tuple(lines)
 
 
@@ -184,7 +175,7 @@ def _curve(study: PlanStudy) -> Table:
     plan = study.plan
     kept_bytes = sum(field.size_bytes for field in plan.kept)
     rows = [(p.predicted_peak_bytes, p.seconds, p.kept, p.kept_bytes, "") for p in study.points]
-    own = (plan.predicted_peak_bytes, study.seconds, len(plan.kept), kept_bytes, "<- this plan")
+    own = (plan.predicted_peak_bytes, plan.predicted_seconds, len(plan.kept), kept_bytes, "<- this plan")
     # Two plans this close are one to a reader.
     rows = [row for row in rows if not (_close(row[0], own[0]) and _close(row[1], own[1]))]
     rows = sorted([*rows, own])
