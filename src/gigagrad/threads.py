@@ -261,6 +261,18 @@ def _share_operators(count: int) -> None:
         torch.set_num_threads(count)
 
 
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """Collect no garbage meanwhile: what makes little of it and many objects that stay has them looked through often."""
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collecting:
+            gc.enable()
+
+
 def living(registry: WeakValueDictionary[int, Item]) -> list[Item]:
     """List what is there now. Iterating would fail where another thread adds something meanwhile."""
     return [one for ref in registry.valuerefs() if (one := ref()) is not None]

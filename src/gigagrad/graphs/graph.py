@@ -120,6 +120,8 @@ class Node:
     is_source: bool = field(init=False)
     is_reduction: bool = field(init=False)
     nbytes: int = field(init=False)
+    bytes_per_pixel: int = field(init=False)
+    """Bytes that one spatial position of a field takes."""
     _sizes: tuple[int, ...] = field(init=False)
     """Height and width of a field in pixels, or in patches."""
 
@@ -134,6 +136,7 @@ class Node:
         derive("nbytes", self.dtype.itemsize * prod(self.shape))
         axes, patches = self.axes or (), self.patches
         derive("_sizes", tuple(self.shape[axis] for axis in axes) if patches is None else patches.size)
+        derive("bytes_per_pixel", self.nbytes // max(1, prod(self._sizes)) if axes else 0)
         assert patches is None or prod(patches) == self.shape[self.spatial[0]], self
 
     @property
@@ -165,12 +168,6 @@ class Node:
         y, x = self.spatial
         return (y - 1, x) if self.patches else (y, x)
 
-    @property
-    def bytes_per_pixel(self) -> int:
-        """Bytes one spatial position of this field takes."""
-        height, width = self._sizes
-        return self.nbytes // (height * width)
-
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class Graph:
@@ -194,12 +191,16 @@ class Graph:
     """Makes the graph in which fields of at most so many pixels are computed whole, as PyTorch wrote them."""
     reads: tuple[tuple[int, ...], ...] = field(init=False)
     """For each node the fields that it reads, without repetitions."""
+    others: tuple[tuple[int, ...], ...] = field(init=False)
+    """For each node what it reads beside fields."""
     _gathers: Mapping[int, tuple[int, ...]] = field(init=False)
     _reductions: Mapping[int, tuple[int, ...]] = field(init=False)
 
     def __post_init__(self) -> None:
         reads = (tuple(i for i in dict.fromkeys(node.operands) if self.nodes[i].is_field) for node in self.nodes)
         object.__setattr__(self, "reads", tuple(reads))
+        others = (tuple(i for i in node.operands if not self.nodes[i].is_field) for node in self.nodes)
+        object.__setattr__(self, "others", tuple(others))
         gathers, reductions = dict[int, tuple[int, ...]](), dict[int, tuple[int, ...]]()
         for node in self.nodes:
             if node.op == GATHER:

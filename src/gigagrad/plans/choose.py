@@ -20,6 +20,7 @@ from gigagrad.plans.plan import COTANGENTS, FIELDS, Amount, Plan, RankPlan, tota
 from gigagrad.plans.problem import Problem
 from gigagrad.plans.segments import gathered, split_segments
 from gigagrad.plans.whole import whole_plan
+from gigagrad.threads import uncollected
 
 _GOOD_ENOUGH = 1.1
 """A candidate this close to what unlimited memory would allow is taken without looking at what else could be done."""
@@ -60,6 +61,7 @@ Tried = Callable[[float | None], None]
 """Gets the seconds that a step takes in a way that was tried, None where it does not fit."""
 
 
+@uncollected()
 def make_plan(
     problem: Problem,
     *,

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
+from typing import NamedTuple
 
 from gigagrad.allowances import MAPPED_BYTES
 from gigagrad.devices import Machine
@@ -53,10 +54,11 @@ def autograd_seconds(machine: Machine, efforts: Iterable[Effort]) -> float:
     return machine.wall_seconds(seconds, calls, 1, 1)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Rates:
+class _Rates(NamedTuple):
     """Rates of one operator's work on tiles, whatever their size."""
 
+    reads: tuple[int, ...]
+    """The fields that it reads."""
     flops_per_byte: float
     """Products per byte that it makes."""
     work: Work
@@ -65,8 +67,9 @@ class _Rates:
     weight_work: Work
     given_seconds: float
     """Seconds that moving its operands which are no fields takes, once a tile (oneDNN reorders weights first)."""
-    gradient: float
-    """Its vector-Jacobian product in forwards, that of a weight one of them."""
+    others: float
+    """Its vector-Jacobian product in forwards, without that of a weight, which is one."""
+    differentiable: bool
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -125,6 +128,10 @@ class Costs:
         self._known: dict[tuple[object, ...], TileCost] = {}
         self._shapes: dict[tuple[object, ...], list[tuple[int, int]]] = {}
         self._steps = Steps.of(graph)
+        # Looked up many thousand times.
+        self._added = [node.nbytes * (node.differentiable and not node.is_field) for node in graph.nodes]
+        self._itemsizes = [node.dtype.itemsize for node in graph.nodes]
+        self._sizes = [[node.size(axis) if node.is_field else 0 for node in graph.nodes] for axis in (0, 1)]
         self._flops: dict[int, float] = {}
         self._rates: dict[int, _Rates] = {}
         self._whole_seconds: dict[tuple[bool, bool], float] = {}
@@ -165,9 +172,9 @@ class Costs:
 
     def _judge(self, segment: Segment) -> tuple[float, float]:
         graph, targets, sides = self.graph, segment.targets(self.graph), []
-        for axis in (0, 1):
-            size = max(graph[i].size(axis) for i in targets)
-            finest = max(graph[i].size(axis) for i in (*segment.fields, *segment.reads))
+        for axis, size_of in enumerate(self._sizes):
+            size = max([size_of[i] for i in targets])
+            finest = max([size_of[i] for i in (*segment.fields, *segment.reads)])
             sides.append(min(size, _USUAL_SIDE_PX, max(1, _USUAL_CROP_PX * size // finest)))
         grid = Grid(graph, segment, (sides[0], sides[1]), self._steps)
         tile, largest = grid.middle, graph[grid.reference]
@@ -199,9 +206,8 @@ class Costs:
         moved = node.nbytes + sum(graph[i].nbytes for i in set(node.operands))
         yield Effort(moved, known.flops_per_byte * node.nbytes, known.work)
         if backward:
-            others = known.gradient - 1
-            flops = others * known.flops_per_byte * node.nbytes
-            yield Effort(round(others * moved), flops, known.work)
+            flops = known.others * known.flops_per_byte * node.nbytes
+            yield Effort(round(known.others * moved), flops, known.work)
             flops = known.weight_flops_per_byte * node.nbytes
             yield Effort(moved, flops, known.weight_work)
 
@@ -221,12 +227,14 @@ class Costs:
         flops, weight_flops = (self._flops_of(node) if work is not Work.UNFOLDED else _unfolded(call) for work in works)
         made = max(1, node.nbytes)  # a slice may be empty
         found = _Rates(
+            reads=self.graph.reads[node.id],
             flops_per_byte=flops / made,
             work=works[0],
             weight_flops_per_byte=weight_flops / made,
             weight_work=works[1],
             given_seconds=given / self._machine.memory_bytes_per_second,
-            gradient=rule.gradient_forwards,
+            others=rule.gradient_forwards - 1,
+            differentiable=node.differentiable,
         )
         self._rates[node.id] = found
         return found
@@ -236,11 +244,12 @@ class Costs:
         grid = Grid(graph, segment, shape, self._steps)
         tile = grid.middle if roughly else worst_tile(grid)
         size = crop_sizes(graph, segment, tile)
-        boxes = [box for i in segment.reads if (box := tile.box(i)) is not None]
-        crop = max((box.shape for box in boxes), key=lambda s: s[0] * s[1], default=(0, 0))
-        height, width = (graph[grid.reference].size(axis) for axis in (0, 1))
+        crops = {i: box.shape for i in segment.reads if (box := tile.box(i)) is not None}
+        crop = max(crops.values(), key=prod, default=(0, 0))
+        ys, xs = self._sizes
+        height, width = ys[grid.reference], xs[grid.reference]
         useful = min(shape[0], height) * min(shape[1], width)
-        scale = _largest_read_px(graph, segment) / (height * width)
+        scale = max([ys[i] * xs[i] for i in segment.reads], default=1) / (height * width)
         read = sum(size[i] for i in segment.reads)
         # They come along with their cotangents.
         kept_shares = sum(size[i] for i in segment.kept) if backward else 0
@@ -248,9 +257,7 @@ class Costs:
         forward, backward_too, again = (seconds * tiles for seconds in self._tile_seconds(segment, size))
         peak, saved = tile_bytes(graph, segment, tile, backward=backward, rounds=self._rounds, size=size)
         calls = len(segment.fields) * tiles
-        differentiable = sum(graph[i].differentiable for i in segment.fields)
-        own = {i: tile.wanted(i).shape for i in segment.kept}
-        crops = {i: box.shape for i in segment.reads if (box := tile.box(i)) is not None} | own
+        differentiable = sum([graph.nodes[i].differentiable for i in segment.fields])
         return TileCost(
             tile=shape,
             tiles=grid.shape,
@@ -266,9 +273,9 @@ class Costs:
             crop_bytes=read + 2 * kept_shares,
             own_crop_bytes=kept_shares,
             compiled=0 if roughly else compiled_convolutions(grid, backward=backward),
-            largest_block_bytes=max([*size.values(), *(graph[i].nbytes for i in segment.globals)], default=0),
-            largest_crop_numel=max((size[i] // graph[i].dtype.itemsize for i in size), default=0),
-            crops=crops,
+            largest_block_bytes=max([*size.values(), *[graph.nodes[i].nbytes for i in segment.globals]], default=0),
+            largest_crop_numel=max([nbytes // self._itemsizes[i] for i, nbytes in size.items()], default=0),
+            crops=crops | {i: tile.wanted(i).shape for i in segment.kept},
         )
 
     def _tile_seconds(self, segment: Segment, size: dict[int, int]) -> tuple[float, float, float]:
@@ -283,28 +290,28 @@ class Costs:
         forward = backward = moved / machine.memory_bytes_per_second
         again = 0.0
         not_again = {i for i in segment.kept if lookup(graph[i].op).backward_without_output}
+        known, operator_seconds = self._rates, machine.operator_seconds
         for i in segment.fields:
-            node, own = graph.nodes[i], size[i]
-            rates = self._rates.get(i) or self._rates_of(node)
-            moved = own
-            for j in graph.reads[i]:
+            rates = known.get(i) or self._rates_of(graph.nodes[i])
+            reads, flops, work, weight_flops, weight_work, given, others, differentiable = rates
+            own = moved = size[i]
+            for j in reads:
                 moved += size[j]
-            once = machine.operator_seconds(moved, own * rates.flops_per_byte, rates.work) + rates.given_seconds
+            once = operator_seconds(moved, own * flops, work) + given
             forward += once
             again += once * (i not in not_again)
-            if node.differentiable:
+            if differentiable:
                 weight = once
-                if rates.weight_work is not rates.work:
-                    flops = own * rates.weight_flops_per_byte
-                    weight = machine.operator_seconds(moved, flops, rates.weight_work) + rates.given_seconds
-                backward += once * (rates.gradient - 1) + weight
+                if weight_work is not work:
+                    weight = operator_seconds(moved, own * weight_flops, weight_work) + given
+                backward += once * others + weight
         for i in segment.reductions:
             node, read = graph[i], size[graph[i].operands[0]]
             of_norm = node.op == MOMENTS
             forward += machine.operator_seconds(read, 0.0, Work.STATISTICS if of_norm else Work.VALUES)
             gradient = _MOVES_OF_MOMENTS if of_norm else 1
             backward += machine.operator_seconds(gradient * read, 0.0) * node.differentiable
-        added = sum(graph[i].nbytes for i in segment.globals if graph[i].differentiable)
+        added = sum([self._added[i] for i in segment.globals])
         backward += again + _BYTES_OF_A_SUM * added / machine.memory_bytes_per_second
         return forward, backward, again
 
@@ -358,7 +365,3 @@ def _shared(side: int, size: int, step: int, ranks: int) -> int:
 
 def _round_up(value: int, step: int) -> int:
     return -(-value // step) * step
-
-
-def _largest_read_px(graph: Graph, segment: Segment) -> int:
-    return max((graph[i].size(0) * graph[i].size(1) for i in segment.reads), default=1)

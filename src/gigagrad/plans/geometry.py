@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
 from itertools import repeat
 
 from gigagrad.boxes import Box, Span, split
@@ -142,7 +141,7 @@ class Grid:
         self.reference = reference(graph, segment)
         self._order, self._steps = segment.fields[::-1], steps or Steps.of(graph)
         self.axes = tuple(split(graph[self.reference].size(axis), tile[axis]) for axis in (0, 1))
-        self._of_cut = lru_cache(maxsize=1024)(self._find_of_cut)
+        self._known: tuple[dict[Span, AxisGeometry], dict[Span, AxisGeometry]] = {}, {}
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -222,8 +221,13 @@ class Grid:
                 found.add(min(middle + 1, count - 1))
         return sorted(found)
 
-    def _find_of_cut(self, axis: int, cut: Span) -> AxisGeometry:
-        return axis_geometry(self._order, self._steps[axis], self._shares(axis, cut))
+    def _of_cut(self, axis: int, cut: Span) -> AxisGeometry:
+        known = self._known[axis]
+        if cut not in known:
+            if len(known) == _MOST_ANSWERS:
+                known.clear()
+            known[cut] = axis_geometry(self._order, self._steps[axis], self._shares(axis, cut))
+        return known[cut]
 
 
 def axis_geometry(order: Iterable[int], steps: Mapping[int, Step], wanted: dict[int, Span]) -> AxisGeometry:
@@ -234,7 +238,13 @@ def axis_geometry(order: Iterable[int], steps: Mapping[int, Step], wanted: dict[
         if out is None:
             continue
         operands, needs = steps[node_id]
-        for operand, need in zip(operands, repeat(out) if needs.are_alike else needs.of(out)):  # noqa: B905
+        if needs.are_alike:
+            for operand in operands:
+                known = spans.setdefault(operand, out)
+                if known is not out and (out[0] < known[0] or out[1] > known[1]):
+                    spans[operand] = Span(min(known[0], out[0]), max(known[1], out[1]))
+            continue
+        for operand, need in zip(operands, needs.of(out)):  # noqa: B905
             if need is None:
                 continue
             known = spans.setdefault(operand, need)  # neither is empty

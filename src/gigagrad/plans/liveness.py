@@ -30,12 +30,12 @@ def lifetimes(graph: Graph, segments: tuple[Segment, ...], passes: tuple[Tiles, 
             # A whole-field operator hands its cotangent over just before; any other reader in its own backward pass.
             start = min((i for i in read if passes[i].phase != "forward"), default=end)
             found[field, True] = range(start, end + 1)
-    for node in graph.nodes:
-        if node.is_field and is_read(graph, node.id) and node.differentiable:
-            read = [i for i in reading[node.id] if passes[i].phase != "forward"]
+    for field in sorted(reading):
+        if is_read(graph, field) and graph[field].differentiable:
+            read = [i for i in reading[field] if passes[i].phase != "forward"]
             if read:
                 # The image's own gradient stays until the end.
-                found[node.id, True] = range(min(read), max(read) + 1 if node.op == SCATTER else len(passes))
+                found[field, True] = range(min(read), max(read) + 1 if graph[field].op == SCATTER else len(passes))
     return found
 
 

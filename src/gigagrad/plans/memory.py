@@ -46,17 +46,17 @@ _LIVES: WeakKeyDictionary[Graph, dict[tuple[object, ...], _Lives]] = WeakKeyDict
 """Lives of crops by graph and the operators that run: asked for with every tile shape."""
 _SAVED: WeakKeyDictionary[Graph, list[set[int]]] = WeakKeyDictionary()
 """Crops that autograd keeps by graph and operator."""
-
-
-_NOTHING = Span(0, 0)
+_WORKSPACES: WeakKeyDictionary[Graph, dict[tuple[int, Span, Span], int]] = WeakKeyDictionary()
+"""Workspaces by graph, operator and the spans of its output: segments have most of them in common."""
 
 
 def crop_sizes(graph: Graph, segment: Segment, tile: TileGeometry) -> dict[int, int]:
     """Return the bytes of a tile's crops of all fields that a segment reads or computes."""
-    ys, xs, sizes = tile.y.spans, tile.x.spans, {}
-    for i in (*segment.reads, *segment.fields):
-        (y0, y1), (x0, x1) = ys.get(i, _NOTHING), xs.get(i, _NOTHING)
-        sizes[i] = (y1 - y0) * (x1 - x0) * graph.nodes[i].bytes_per_pixel  # no span that is there is empty
+    nodes, xs, sizes = graph.nodes, tile.x.spans, dict.fromkeys((*segment.reads, *segment.fields), 0)
+    for i, (start, stop) in tile.y.spans.items():
+        x = xs.get(i)
+        if x is not None:
+            sizes[i] = (stop - start) * (x[1] - x[0]) * nodes[i].bytes_per_pixel
     return sizes
 
 
@@ -77,7 +77,13 @@ def tile_bytes(
     run = tuple([i for i in segment.fields if size[i]])
     lives = _lives(graph, segment, run, backward=backward)
     crops = [size[i] for i in lives.fields]
-    workspaces = [workspace_bytes(call, tile) for call in lives.working]
+    known, workspaces = _WORKSPACES.setdefault(graph, {}), []
+    for call in lives.working:
+        i = call.node.id
+        place = i, tile.y.spans[i], tile.x.spans[i]
+        if place not in known:
+            known[place] = workspace_bytes(call, tile)
+        workspaces.append(known[place])
     if rounds:  # beside the values, packed ones and what comes back of them
         kept = [size[call.node.id] * (call.node.id in segment.kept) for call in lives.working]
         workspaces = [max(nbytes, 2 * own) for nbytes, own in zip(workspaces, kept, strict=True)]

@@ -51,10 +51,16 @@ class Segment:
 def levels(graph: Graph, kept: Iterable[int] = ()) -> list[int]:
     """Return for each node the number of passes that must have ended before its value can be computed."""
     stored = set(kept)
-    level = [0] * len(graph.nodes)
+    level, behind = list[int](), list[int]()  # of each value, and of what is computed from it at once
     for node in graph.nodes:
         waits = node.is_reduction or node.op == GATHER
-        level[node.id] = max([level[i] + (waits or i in stored) for i in node.operands], default=0)
+        ready = level if waits else behind
+        own = 0
+        for i in node.operands:
+            if ready[i] + waits > own:
+                own = ready[i] + waits
+        level.append(own)
+        behind.append(own + (node.id in stored))
     return level
 
 
@@ -96,7 +102,7 @@ def _segment(
 ) -> Segment:
     roots = [*keeps, *(graph[r].operands[0] for r in reductions), *([delivers] if delivers is not None else [])]
     computed, reads = _fields_behind(graph, roots, stored)
-    read_globals = {i for field in computed for i in graph[field].operands if not graph[i].is_field}
+    read_globals = {i for field in computed for i in graph.others[field]}
     return Segment(index, tuple(reductions), tuple(keeps), delivers, computed, reads, tuple(sorted(read_globals)))
 
 
@@ -169,7 +175,7 @@ def last_cotangents(graph: Graph, segment: Segment) -> Cotangents:
 def _affine(graph: Graph, varying: set[int], unknown: set[int]) -> bool:
     """Say whether every global computed from `varying` is an affine function of it, with coefficients known before."""
     varying, unknown = set(varying), set(unknown)
-    for node in graph.nodes:
+    for node in graph.nodes[min(unknown, default=0) :]:
         if node.is_field or node.id in unknown:
             continue
         operands = set(node.operands)
