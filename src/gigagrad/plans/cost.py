@@ -244,7 +244,8 @@ class Costs:
         grid = Grid(graph, segment, shape, self._steps)
         tile = grid.middle if roughly else worst_tile(grid)
         size = crop_sizes(graph, segment, tile)
-        crops = {i: box.shape for i in segment.reads if (box := tile.box(i)) is not None}
+        rows, columns = tile.y.spans, tile.x.spans
+        crops = {i: (rows[i].length, columns[i].length) for i in segment.reads if size[i]}
         crop = max(crops.values(), key=prod, default=(0, 0))
         ys, xs = self._sizes
         height, width = ys[grid.reference], xs[grid.reference]
@@ -299,7 +300,8 @@ class Costs:
                 moved += size[j]
             once = operator_seconds(moved, own * flops, work) + given
             forward += once
-            again += once * (i not in not_again)
+            if i not in not_again:
+                again += once
             if differentiable:
                 weight = once
                 if weight_work is not work:

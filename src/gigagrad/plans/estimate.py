@@ -162,12 +162,18 @@ class SegmentTiles:
     """The shapes that were costed exactly."""
     _counted: dict[TileCost, tuple[int, ...]] = field(default_factory=dict)
     _known: dict[TileCost, TileChoice] = field(default_factory=dict)
+    _passes: dict[tuple[TileCost, str], float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Find what it has in common with those `beside` other fields."""
+        _ = self._moving, self._working_bytes, self._elsewhere, self._overlapping
 
     def beside(self, segment: Segment, held: tuple[int, int]) -> SegmentTiles:
         """Return the same for a segment that is alike, wherever it stands in a plan, beside what is held then."""
         found = copy(self)
         found.segment, found.held, found.costs, found.exact = segment, held, [*self.costs], {*self.exact}
-        found._known = self._known if held == self.held else {}
+        if held != self.held:
+            found._known, found._passes = {}, {}
         return found
 
     def neighbours(self, shape: tuple[int, int]) -> list[tuple[int, int]]:
@@ -227,7 +233,7 @@ class SegmentTiles:
         """Count so many readers and their crops from now on."""
         if (readers, readers) != (self.readers, self.most_readers):
             self.readers = self.most_readers = readers
-            self._counted, self._known = {}, {}
+            self._counted, self._known, self._passes = {}, {}, {}
 
     def useful_readers(self, cost: TileCost) -> int:
         """Return the number of threads that these tiles can feed."""
@@ -256,9 +262,11 @@ class SegmentTiles:
         """Predict one pass. Tiers and images are read ahead, and tiles written behind: the slowest link counts, or the
         processor.
         """
-        processing, tiers = self._processing_and_tiers(cost, phase)
-        reading = self.problem.reading
-        return max(tiers, reading.pass_seconds(self._reading_seconds(cost), processing, self.most_readers))
+        if (cost, phase) not in self._passes:
+            processing, tiers = self._processing_and_tiers(cost, phase)
+            read = self.problem.reading.pass_seconds(self._reading_seconds(cost), processing, self.most_readers)
+            self._passes[cost, phase] = max(tiers, read)
+        return self._passes[cost, phase]
 
     def _processing_and_tiers(self, cost: TileCost, phase: str) -> tuple[float, float]:
         """Predict what computing tiles takes, with what tiers ask of the same cores, and what the slowest tier takes.

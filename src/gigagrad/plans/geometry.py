@@ -78,20 +78,20 @@ class Needs:
         rule = lookup(call.node.op)
         self._call, self._ask = call, rule.needing(call, axis)
         self._sizes = [operand.size(axis) if operand.is_field else 0 for operand in call.operands]
-        self._known: dict[Span, tuple[Span | None, ...]] = {}
+        self.known: dict[Span, tuple[Span | None, ...]] = {}
         self.are_alike = rule.needs_alike(call, axis)
         """True where it needs just the span that it makes of every field."""
 
     def of(self, out: Span) -> tuple[Span | None, ...]:
         """Return what an output span needs: the operator's rule is asked once, and its answer checked."""
-        known = self._known.get(out)
+        known = self.known.get(out)
         if known is None:
             known = self._ask(out)
             for size, need in zip(self._sizes, known, strict=True):
                 assert need is None or 0 <= need[0] < need[1] <= size, (self._call.node.op, out, need)
-            if len(self._known) == _MOST_ANSWERS:
-                self._known.clear()
-            self._known[out] = known
+            if len(self.known) == _MOST_ANSWERS:
+                self.known.clear()
+            self.known[out] = known
         return known
 
 
@@ -244,7 +244,7 @@ def axis_geometry(order: Iterable[int], steps: Mapping[int, Step], wanted: dict[
                 if known is not out and (out[0] < known[0] or out[1] > known[1]):
                     spans[operand] = Span(min(known[0], out[0]), max(known[1], out[1]))
             continue
-        for operand, need in zip(operands, needs.of(out)):  # noqa: B905
+        for operand, need in zip(operands, needs.known.get(out) or needs.of(out)):  # noqa: B905
             if need is None:
                 continue
             known = spans.setdefault(operand, need)  # neither is empty
