@@ -233,14 +233,15 @@ def test_where_nothing_fits_at_first_every_choice_of_fields_is_tried(monkeypatch
     problem = problem_of(graph, 2**29)
     chain = Cuts(graph, Costs(graph, problem.machine).usual_seconds, backward=True)
     fewest = sorted({len(selection.kept) for selection in chain.selections()})[1]
-    fit = Fitter.fit
+    fit, look = Fitter.fit, Fitter.look
 
-    def fitted(fitter, kept, workers=None, *, closely=False, roughly=False, **how):
-        if roughly or (closely and len(kept) == fewest):
-            return fit(fitter.unbounded(), kept, roughly=roughly)
+    def fitted(fitter, kept, *, closely=False, **how):
+        if closely and len(kept) == fewest:
+            return fit(fitter.unbounded(), kept)
         raise BudgetError("too little", budget_bytes=2**29, needed_bytes=2**40, smallest_bytes=2**40)
 
     monkeypatch.setattr(Fitter, "fit", fitted)
+    monkeypatch.setattr(Fitter, "look", lambda fitter, kept, **how: look(fitter.unbounded(), kept))
     assert len(make_plan(problem).kept) == fewest
 
 

@@ -260,9 +260,9 @@ def test_what_other_choices_of_fields_found_of_a_segment_changes_no_plan():
     choices = [dict.fromkeys(kept, "memory"), dict.fromkeys(kept[1:], "memory"), dict.fromkeys(kept, "disk")]
     fitter = Fitter(problem, Costs(graph, Machine()), None)
     for choice in (*choices, *choices):
-        for roughly in (True, False):
-            alone = Fitter(problem, Costs(graph, Machine()), None).fit(choice, roughly=roughly)
-            assert fitter.fit(choice, roughly=roughly) == alone
+        alone = Fitter(problem, Costs(graph, Machine()), None)
+        assert fitter.look(choice) == alone.look(choice)
+        assert fitter.fit(choice) == alone.fit(choice)
 
 
 def test_a_close_look_ends_where_a_segment_needs_as_much_as_is_known_to_do():

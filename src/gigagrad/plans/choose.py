@@ -8,6 +8,7 @@ from functools import partial
 from itertools import islice
 from math import inf
 from operator import itemgetter
+from typing import TypeVar
 
 from gigagrad.errors import BudgetError
 from gigagrad.plans.cost import Costs
@@ -55,10 +56,11 @@ _SHARINGS, _LEEWAY = 6, 1.05
 """Plans made at most for several ranks, and how much more than the last one they may hold and send: both are known of a
 plan only."""
 
+Found = TypeVar("Found")
 Rated = tuple[float, Kept]
 """The seconds of a step by a rough look, and the fields kept."""
 Tried = Callable[[float | None], None]
-"""Gets the seconds that a step takes in a way that was tried, None where it does not fit."""
+"""Gets the seconds that a step takes in a way that was tried, None where it does not fit or takes too many."""
 
 
 @uncollected()
@@ -235,7 +237,7 @@ class _Chooser:
         unbounded = self._fitter.unbounded()
 
         def soonest(kept: frozenset[int]) -> float:
-            return unbounded.fit(in_memory(kept), roughly=True).modelled_seconds
+            return unbounded.look(in_memory(kept))
 
         if at_most < inf and min(map(soonest, {selections[0], selections[-single]})) > _HOPELESS * at_most:
             return None
@@ -243,10 +245,11 @@ class _Chooser:
         at_once = self._attempt(in_memory(selections[-1])) if single else None
         if wanted is not None:
             return self._better([wanted, at_once or wanted])
-        without = self._first_that_fits(self._without(selections[0]), at_most)
+        without = self._first_that_fits(self._without(selections[0], at_most), at_most)
         if without is not None and without.modelled_seconds < _GOOD_ENOUGH * soonest(selections[0]):
             return without
-        fewer = self._looked([*map(in_memory, selections[1:])])
+        known = at_most if without is None else min(at_most, without.modelled_seconds)
+        fewer = self._looked([*map(in_memory, selections[1:])], known)
         faster = [one for one in fewer if without is None or one[0] < without.modelled_seconds]
         found = min(
             filter(None, (at_once, without, self._first_that_fits(faster, at_most))), key=_seconds, default=None
@@ -275,8 +278,8 @@ class _Chooser:
                 break
             in_vain += 1
             changed = kept if tier is not None else {**kept, field: memory}
-            rough = self._attempt(changed, roughly=True, workers=plan.workers)
-            if rough is None or rough.modelled_seconds >= plan.modelled_seconds:  # off by more than `_BETTER` asks
+            rough = self._look(changed, workers=plan.workers, at_most=plan.modelled_seconds)
+            if rough is None or rough >= plan.modelled_seconds:  # off by more than `_BETTER` asks
                 continue
             other = self._attempt(changed)
             if other is not None and other.modelled_seconds < _BETTER * plan.modelled_seconds:
@@ -324,22 +327,33 @@ class _Chooser:
         except BudgetError:
             return self._fitter.fit(kept, closely=True)
 
-    def _attempt(self, kept: Kept, *, roughly: bool = False, workers: int | None = None) -> Plan | None:
+    def _attempt(self, kept: Kept) -> Plan | None:
+        """Return the plan that keeps these fields; None where it does not fit."""
+        plan = self._unless_refused(kept, self._fitter.fit)
+        self._tried(None if plan is None else plan.modelled_seconds)
+        return plan
+
+    def _look(self, kept: Kept, *, workers: int | None = None, at_most: float = inf) -> float | None:
+        """Return what a rough look at that tells (`Fitter.look`); None where it does not fit."""
+        seconds = self._unless_refused(kept, partial(self._fitter.look, workers=workers, at_most=at_most))
+        self._tried(None if seconds == inf else seconds)
+        return seconds
+
+    def _unless_refused(self, kept: Kept, fit: Callable[[Kept], Found]) -> Found | None:
         budget, has_room = self._problem.budget_bytes, self._fitter.has_room(kept)
         # Where another tier has too little room, the refusal will say what memory would do instead.
         least = self._fitter.least_bytes(kept if has_room else self._fitter.in_memory(kept))
         candidate, needed = None, least
         if has_room and (budget is None or least <= budget):
             try:
-                candidate = self._fitter.fit(kept, roughly=roughly, workers=workers)
+                candidate = fit(kept)
             except BudgetError as error:
                 needed = error.needed_bytes
         if candidate is None:
             self._refuse(kept, least, needed)
-        self._tried(None if candidate is None else candidate.modelled_seconds)
         return candidate
 
-    def _without(self, wanted: frozenset[int]) -> list[Rated]:
+    def _without(self, wanted: frozenset[int], at_most: float) -> list[Rated]:
         """Return ways to evict some of these fields, as far as a rough look tells. Where memory is tight, computing a
         field again takes much longer than usual tiles say: with other tiers, to move as many or all that are left is
         tried, too.
@@ -355,15 +369,16 @@ class _Chooser:
             ]
         else:
             tried = [placed(in_memory, order(dropping=True, moving=False))[1:]]
-        return [one for candidates in tried for one in self._looked(candidates)]
+        return [one for candidates in tried for one in self._looked(candidates, at_most)]
 
     def _first_that_fits(self, rated: list[Rated], at_most: float) -> Plan | None:
         """Return the plan of the fastest that fits after all, of those that may become as fast as asked."""
         promising = sorted((one for one in rated if one[0] <= _HOPELESS * at_most), key=itemgetter(0))
         return next(filter(None, (self._attempt(kept) for _, kept in promising)), None)
 
-    def _looked(self, candidates: Sequence[Kept]) -> list[Rated]:
-        """Look roughly for the fastest candidate, of which each gives up more than the one before.
+    def _looked(self, candidates: Sequence[Kept], at_most: float) -> list[Rated]:
+        """Look roughly for the fastest candidate, of which each gives up more than the one before. Those that are
+        hopeless beside another, or beside a plan of `at_most` seconds, are left.
 
         Giving up more leaves room for larger tiles, and neither its memory nor its time grows steadily (halos do), so
         that no bisection finds it: all are tried roughly until several in a row are slower, of many first some at equal
@@ -377,10 +392,14 @@ class _Chooser:
             slower = 0
             for count in (count for count in asked if count not in tried):
                 tried.add(count)
-                plan = self._attempt(candidates[count], roughly=True)
-                if plan is not None:
-                    found.append((plan.modelled_seconds, count))
-                    slower = 0 if found[-1] == min(found) else slower + 1
+                fastest = min([at_most, *(seconds for seconds, _ in found)])
+                seconds = self._look(candidates[count], at_most=_HOPELESS * fastest)
+                if seconds is None:
+                    continue
+                if seconds < inf:
+                    found.append((seconds, count))
+                if found:
+                    slower = 0 if (seconds, count) == min(found) else slower + 1
                 if slower == _SLOWER_IN_A_ROW:
                     break
             if step == 1 or not found:

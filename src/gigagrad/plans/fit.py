@@ -91,57 +91,75 @@ class Fitter:
             self._orders[kept] = segments, passes
         return self._orders[kept]
 
-    def fit(
-        self,
-        kept: Kept,
-        *,
-        closely: bool = False,
-        roughly: bool = False,
-        workers: int | None = None,
-        below: float = inf,
-    ) -> Plan:
-        """Return the fastest plan that keeps these fields in these tiers, of promising tiles, so many side by side
-        where `workers` says; `closely`: of all, and refused as soon as one segment needs no less than `below` bytes;
-        `roughly`: as far as tiles in the middle tell, so that it may not fit after all.
+    def fit(self, kept: Kept, *, closely: bool = False, below: float = inf) -> Plan:
+        """Return the fastest plan that keeps these fields in these tiers, of promising tiles; `closely`: of all, and
+        refused as soon as one segment needs no less than `below` bytes.
 
         Raises `BudgetError` if there is none; only a close look finds the least budget that works. Where another tier
         has too little room, it names the memory that would do instead.
         """
+        plan = self._fastest(kept, closely=closely, below=below)
+        assert plan is not None
+        return plan
+
+    def look(self, kept: Kept, *, workers: int | None = None, at_most: float = inf) -> float:
+        """Return the seconds of such a plan as far as tiles in the middle tell, so that it may not fit after all, so
+        many side by side where `workers` says; infinitely many, and soon, where it takes more than `at_most`.
+
+        Raises `BudgetError` as `fit` does.
+        """
+        plan = self._fastest(kept, workers, roughly=True, at_most=at_most)
+        return inf if plan is None else plan.modelled_seconds
+
+    def _fastest(
+        self,
+        kept: Kept,
+        workers: int | None = None,
+        *,
+        closely: bool = False,
+        roughly: bool = False,
+        below: float = inf,
+        at_most: float = inf,
+    ) -> Plan | None:
+        """Return the fastest plan; None where all that fit are slower than `at_most` seconds."""
         problem = self._problem
         for tier in problem.tiers[1:]:
             if (tier_bytes := self._most_held(kept, tier)) > self._room(tier):
                 needed_bytes = self.unbounded().fit(self.in_memory(kept)).predicted_peak_bytes
                 raise problem.tier_refusal(tier, tier_bytes, needed_bytes)
         plans: list[Plan] = []
-        refusal: BudgetError | None = None
+        refusals: list[BudgetError] = []
         asked = workers or problem.workers
-        for workers in dict.fromkeys((problem.machine.threads, 1) if asked is None else (asked,)):
-            fastest = min((plan.modelled_seconds for plan in plans), default=inf)
+        ways = dict.fromkeys((problem.machine.threads, 1) if asked is None else (asked,))
+        for workers in ways:
+            fastest = min((plan.modelled_seconds for plan in plans), default=at_most)
             try:
                 plan = self._fit(kept, workers, closely=closely, roughly=roughly, fastest=fastest, below=below)
             except BudgetError as error:
-                refusal = error  # of the last, which is the leanest
+                refusals.append(error)
             else:
                 plans += [plan] if plan is not None else []
-        if not plans:
-            assert refusal is not None
-            raise refusal
-        return min(plans, key=lambda plan: plan.modelled_seconds)
+        if len(refusals) == len(ways):
+            raise refusals[-1]  # the last way is the leanest
+        return min(plans, key=lambda plan: plan.modelled_seconds, default=None)
 
     def _fit(
         self, kept: Kept, workers: int, *, closely: bool, roughly: bool, fastest: float, below: float
     ) -> Plan | None:
         """Find for each segment the fastest tile that fits beside the others' needs. Raises `BudgetError` if one has
-        none. None where a rough look tells that it is slower than another plan, of so many seconds.
+        none. None where a rough look tells that it takes more than the seconds of the `fastest` that is known.
         """
         problem, (segments, passes) = self._problem, self._order(frozenset(kept))
         held = held_by_pass(problem, segments, passes, kept, problem.memory, self._held_share)
         own = defaultdict[int, list[tuple[str, tuple[int, int]]]](list)
         for one, taken in zip(passes, held, strict=True):
             own[one.segment].append((one.phase, taken))
-        all_shapes = [
-            self._shapes_of(each, workers, kept, own[each.index], closely and below == inf) for each in segments
-        ]
+        all_shapes, least = list[SegmentTiles](), 0.0
+        for each in segments:
+            all_shapes.append(self._shapes_of(each, workers, kept, own[each.index], closely and below == inf))
+            least += all_shapes[-1].least_seconds if fastest < inf else 0.0
+            if least > fastest:
+                return None
         if closely and below < inf:  # the hungriest segments first
             for place in sorted(range(len(segments)), key=lambda place: -all_shapes[place].least_bytes):
                 shapes = self._shapes_of(segments[place], workers, kept, own[place], closely=True)
