@@ -263,7 +263,9 @@ def _share_operators(count: int) -> None:
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """Collect no garbage meanwhile: what makes little of it and many objects that stay has them looked through often."""
+    """Collect no garbage meanwhile: little is made, and many objects that stay would be looked through again and
+    again.
+    """
     collecting = gc.isenabled()
     gc.disable()
     try:

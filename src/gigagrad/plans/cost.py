@@ -172,7 +172,7 @@ class Costs:
 
     def _judge(self, segment: Segment) -> tuple[float, float]:
         graph, targets, sides = self.graph, segment.targets(self.graph), []
-        for axis, size_of in enumerate(self._sizes):
+        for size_of in self._sizes:
             size = max([size_of[i] for i in targets])
             finest = max([size_of[i] for i in (*segment.fields, *segment.reads)])
             sides.append(min(size, _USUAL_SIDE_PX, max(1, _USUAL_CROP_PX * size // finest)))

@@ -203,12 +203,6 @@ class SegmentTiles:
 
     @property
     def least_seconds(self) -> float:
-        """Return the least time of those that fit."""
-        fitting = [one.seconds for one in self.choices() if self.room is None or one.size_bytes <= self.room]
-        return min(fitting, default=0.0)
-
-    @property
-    def least_seconds(self) -> float:
         """Return the time of the fastest tiles that fit; nothing where none do."""
         fitting = [each.seconds for each in self.choices() if self.room is None or each.size_bytes <= self.room]
         return min(fitting, default=0.0)

@@ -154,12 +154,13 @@ class Fitter:
         own = defaultdict[int, list[tuple[str, tuple[int, int]]]](list)
         for one, taken in zip(passes, held, strict=True):
             own[one.segment].append((one.phase, taken))
-        all_shapes, least = list[SegmentTiles](), 0.0
-        for each in segments:
-            all_shapes.append(self._shapes_of(each, workers, kept, own[each.index], closely and below == inf))
-            least += all_shapes[-1].least_seconds if fastest < inf else 0.0
+        found, least = dict[int, SegmentTiles](), 0.0  # those that take longest first
+        for each in sorted(segments, key=lambda s: -len(s.fields)):
+            found[each.index] = self._shapes_of(each, workers, kept, own[each.index], closely and below == inf)
+            least += found[each.index].least_seconds if fastest < inf else 0.0
             if least > fastest:
                 return None
+        all_shapes = [found[each.index] for each in segments]
         if closely and below < inf:  # the hungriest segments first
             for place in sorted(range(len(segments)), key=lambda place: -all_shapes[place].least_bytes):
                 shapes = self._shapes_of(segments[place], workers, kept, own[place], closely=True)

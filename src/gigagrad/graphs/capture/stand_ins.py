@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import builtins
 import functools
-import gc
 import logging
 import math
 import types
@@ -41,6 +40,7 @@ from torch.utils import _python_dispatch as dispatch
 from torch.utils import checkpoint
 
 from gigagrad.errors import CaptureError
+from gigagrad.threads import uncollected
 
 _FORWARD = _BatchNorm.forward
 
@@ -376,32 +376,27 @@ def state_kept() -> Iterator[None]:
     modes = [read() for read, _, _ in _STACKS]
     keys = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
     config = torch._dynamo.config.patch(error_on_nested_fx_trace=False)
-    collecting = gc.isenabled()
-    gc.disable()
-    try:
-        with (
-            exchanged(builtins, max=builtins.max, min=builtins.min),  # as export leaves them in its place
-            exchanged(math, pow=math.pow),
-            torch._C._ForceDispatchKeyGuard(*keys),
-            torch.random.fork_rng(devices=[]),
-        ):
-            try:
-                with torch.compiler.set_stance("force_eager"), config:
-                    yield
-            except BaseException as error:
-                for (read, pop, push), before in zip(_STACKS, modes, strict=True):
-                    if list(map(id, now := read())) == list(map(id, before)):
-                        continue
-                    for _ in now:
-                        pop()
-                    for mode in before:
-                        push(mode)
-                if (interrupt := _interrupt_behind(error)) is not None and interrupt is not error:
-                    raise interrupt from None
-                raise
-    finally:
-        if collecting:
-            gc.enable()
+    with (
+        uncollected(),
+        exchanged(builtins, max=builtins.max, min=builtins.min),  # as export leaves them in its place
+        exchanged(math, pow=math.pow),
+        torch._C._ForceDispatchKeyGuard(*keys),
+        torch.random.fork_rng(devices=[]),
+    ):
+        try:
+            with torch.compiler.set_stance("force_eager"), config:
+                yield
+        except BaseException as error:
+            for (read, pop, push), before in zip(_STACKS, modes, strict=True):
+                if list(map(id, now := read())) == list(map(id, before)):
+                    continue
+                for _ in now:
+                    pop()
+                for mode in before:
+                    push(mode)
+            if (interrupt := _interrupt_behind(error)) is not None and interrupt is not error:
+                raise interrupt from None
+            raise
 
 
 def _interrupt_behind(error: BaseException | None) -> BaseException | None:
