@@ -207,3 +207,19 @@ def test_threads_that_are_told_to_end_do_not_wait_for_each_other():
     side.shutdown(cancel=True)
     assert task.done()
     assert sorted(done) == list(range(50))
+
+
+def test_garbage_is_collected_again_behind_what_went_without():
+    with threads.uncollected():
+        assert not gc.isenabled()
+        with threads.uncollected():
+            assert not gc.isenabled()
+        assert not gc.isenabled()
+    assert gc.isenabled()
+    gc.disable()
+    try:
+        with threads.uncollected():
+            pass
+        assert not gc.isenabled()
+    finally:
+        gc.enable()

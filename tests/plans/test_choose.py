@@ -233,7 +233,7 @@ def test_where_nothing_fits_at_first_every_choice_of_fields_is_tried(monkeypatch
     problem = problem_of(graph, 2**29)
     chain = Cuts(graph, Costs(graph, problem.machine).usual_seconds, backward=True)
     fewest = sorted({len(selection.kept) for selection in chain.selections()})[1]
-    fit, look = Fitter.fit, Fitter.look
+    fit, rough = Fitter.fit, Fitter.rough_seconds
 
     def fitted(fitter, kept, *, closely=False, **how):
         if closely and len(kept) == fewest:
@@ -241,7 +241,7 @@ def test_where_nothing_fits_at_first_every_choice_of_fields_is_tried(monkeypatch
         raise BudgetError("too little", budget_bytes=2**29, needed_bytes=2**40, smallest_bytes=2**40)
 
     monkeypatch.setattr(Fitter, "fit", fitted)
-    monkeypatch.setattr(Fitter, "look", lambda fitter, kept, **how: look(fitter.unbounded(), kept))
+    monkeypatch.setattr(Fitter, "rough_seconds", lambda fitter, kept, **how: rough(fitter.unbounded(), kept))
     assert len(make_plan(problem).kept) == fewest
 
 

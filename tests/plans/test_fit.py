@@ -261,8 +261,20 @@ def test_what_other_choices_of_fields_found_of_a_segment_changes_no_plan():
     fitter = Fitter(problem, Costs(graph, Machine()), None)
     for choice in (*choices, *choices):
         alone = Fitter(problem, Costs(graph, Machine()), None)
-        assert fitter.look(choice) == alone.look(choice)
+        assert fitter.rough_seconds(choice) == alone.rough_seconds(choice)
         assert fitter.fit(choice) == alone.fit(choice)
+
+
+def test_a_rough_look_ends_where_it_takes_more_than_is_known_to_do():
+    graph = graph_of(residual(4))
+    kept = dict.fromkeys(kept_at_best(graph), "memory")
+    problem = problem_of(graph, int(0.8 * plan_of(graph).predicted_peak_bytes))
+    seconds = Fitter(problem, Costs(graph, Machine()), None).rough_seconds(kept)
+    costs = Costs(graph, Machine())
+    assert Fitter(problem, costs, None).rough_seconds(kept, at_most=0.9 * seconds) == math.inf
+    assert Fitter(problem, costs, None).rough_seconds(kept, at_most=1.01 * seconds) == seconds
+    with pytest.raises(BudgetError):
+        Fitter(problem_of(graph, 2 * MIB), costs, None).rough_seconds(kept, at_most=seconds)
 
 
 def test_a_close_look_ends_where_a_segment_needs_as_much_as_is_known_to_do():

@@ -237,7 +237,7 @@ class _Chooser:
         unbounded = self._fitter.unbounded()
 
         def soonest(kept: frozenset[int]) -> float:
-            return unbounded.look(in_memory(kept))
+            return unbounded.rough_seconds(in_memory(kept))
 
         if at_most < inf and min(map(soonest, {selections[0], selections[-single]})) > _HOPELESS * at_most:
             return None
@@ -278,7 +278,7 @@ class _Chooser:
                 break
             in_vain += 1
             changed = kept if tier is not None else {**kept, field: memory}
-            rough = self._look(changed, workers=plan.workers, at_most=plan.modelled_seconds)
+            rough = self._rough_seconds(changed, workers=plan.workers, at_most=plan.modelled_seconds)
             if rough is None or rough >= plan.modelled_seconds:  # off by more than `_BETTER` asks
                 continue
             other = self._attempt(changed)
@@ -333,9 +333,9 @@ class _Chooser:
         self._tried(None if plan is None else plan.modelled_seconds)
         return plan
 
-    def _look(self, kept: Kept, *, workers: int | None = None, at_most: float = inf) -> float | None:
-        """Return what a rough look at that tells (`Fitter.look`); None where it does not fit."""
-        seconds = self._unless_refused(kept, partial(self._fitter.look, workers=workers, at_most=at_most))
+    def _rough_seconds(self, kept: Kept, *, workers: int | None = None, at_most: float = inf) -> float | None:
+        """Return what a rough look at that tells (`Fitter.rough_seconds`); None where it does not fit."""
+        seconds = self._unless_refused(kept, partial(self._fitter.rough_seconds, workers=workers, at_most=at_most))
         self._tried(None if seconds == inf else seconds)
         return seconds
 
@@ -393,7 +393,7 @@ class _Chooser:
             for count in (count for count in asked if count not in tried):
                 tried.add(count)
                 fastest = min([at_most, *(seconds for seconds, _ in found)])
-                seconds = self._look(candidates[count], at_most=_HOPELESS * fastest)
+                seconds = self._rough_seconds(candidates[count], at_most=_HOPELESS * fastest)
                 if seconds is None:
                     continue
                 if seconds < inf:

@@ -102,7 +102,7 @@ class Fitter:
         assert plan is not None
         return plan
 
-    def look(self, kept: Kept, *, workers: int | None = None, at_most: float = inf) -> float:
+    def rough_seconds(self, kept: Kept, *, workers: int | None = None, at_most: float = inf) -> float:
         """Return the seconds of such a plan as far as tiles in the middle tell, so that it may not fit after all, so
         many side by side where `workers` says; infinitely many, and soon, where it takes more than `at_most`.
 

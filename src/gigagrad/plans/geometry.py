@@ -17,7 +17,7 @@ from gigagrad.graphs.graph import fill
 from gigagrad.plans.segments import Segment
 
 _MOST_ANSWERS = 1024
-"""Spans of one operator that are remembered."""
+"""Spans of one operator, and tiles of one axis, that are remembered."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +79,7 @@ class Needs:
         self._call, self._ask = call, rule.needing(call, axis)
         self._sizes = [operand.size(axis) if operand.is_field else 0 for operand in call.operands]
         self.known: dict[Span, tuple[Span | None, ...]] = {}
+        """Answers that are remembered."""
         self.are_alike = rule.needs_alike(call, axis)
         """True where it needs just the span that it makes of every field."""
 
@@ -223,11 +224,12 @@ class Grid:
 
     def _of_cut(self, axis: int, cut: Span) -> AxisGeometry:
         known = self._known[axis]
-        if cut not in known:
-            if len(known) == _MOST_ANSWERS:
+        found = known.get(cut)
+        if found is None:
+            if len(known) == _MOST_ANSWERS:  # another thread may clear them as well
                 known.clear()
-            known[cut] = axis_geometry(self._order, self._steps[axis], self._shares(axis, cut))
-        return known[cut]
+            found = known[cut] = axis_geometry(self._order, self._steps[axis], self._shares(axis, cut))
+        return found
 
 
 def axis_geometry(order: Iterable[int], steps: Mapping[int, Step], wanted: dict[int, Span]) -> AxisGeometry:
