@@ -288,7 +288,7 @@ def may_wait() -> bool:
 _unfinished: set[Task[None]] = set()
 """The tasks that `uninterrupted` was given and that are not over."""
 _idle = deque[SimpleQueue[Task[None]]]()
-"""What threads that have done such a task take the next one from. They stay: a new one may wait for the threads of
+"""Queues of threads that have done such a task and wait for the next one: a new thread may wait for those of
 PyTorch's last operator, which keep their cores busy for some milliseconds in case of another.
 """
 

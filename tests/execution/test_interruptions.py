@@ -240,6 +240,8 @@ def test_an_interrupt_anywhere_in_opening_an_image_leaves_it_closed(watched, tmp
         links = [f"/proc/self/fd/{descriptor}" for descriptor in os.listdir("/proc/self/fd")]
         return [target for link in links if os.path.islink(link) and str(tmp_path) in (target := os.readlink(link))]
 
+    watched.predictor.forward(path, out=out)  # which plans
+    (tmp_path / "prediction.tif").unlink(missing_ok=True)
     counting = Interrupt(READING, -1)
     with counting:
         watched.predictor.forward(path, out=out)

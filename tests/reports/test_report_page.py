@@ -94,9 +94,10 @@ def test_the_class_of_probabilities_is_chosen_for_all_slides_and_close_up(jpeg_s
         assert browser.evaluate(f"[{select}.value, ...{select}.options].map((each) => each.value ?? each)") == [
             *("one", "Background", "one", "two", "three"),
         ]
+        browser.wait(f"({drawn})[1] !== ''")  # it is inflated beside the page
         first = browser.evaluate(drawn)[1]
         browser.evaluate(f"{select}.value = 'three'; {select}.dispatchEvent(new Event('change'))")
-        assert browser.evaluate(drawn)[1] != first
+        browser.wait(f"({drawn})[1] !== {first!r}")
         browser.evaluate("document.querySelector('.picture a').click()")
         browser.wait("document.getElementById('channel-1')?.options.length === 4")
         assert not browser.problems

@@ -66,7 +66,7 @@ def written_out(node: Node) -> tuple[Any, tuple[Any, ...], tuple[int, ...]]:
         _, probability, training = given
         if training and probability:
             return _ATEN.native_dropout.default, given, ()
-        return _ATEN.alias.default, given[:1], ()
+        return _ATEN.clone.default, given[:1], ()
     if op in _RESHAPING or op is _SPLITTING:
         return _ATEN.view.default, (given[0], list(node.meta["val"].shape)), ()
     if op is _NORM:

@@ -32,16 +32,9 @@ def _cast(builder: Builder, op: str, arguments: dict[str, Any]) -> Ref:
     return builder.to_dtype(arguments["self"], arguments["dtype"])
 
 
-@rewrites(STRUCTURE, aten("alias"))
-def _alias(builder: Builder, op: str, arguments: dict[str, Any]) -> Ref:
-    """Leave out what PyTorch gives back as it is, such as dropout that drops nothing."""
-    value: Ref = arguments["self"]
-    return value
-
-
 @rewrites(STRUCTURE, aten("clone lift_fresh_copy"))
 def _clone(builder: Builder, op: str, arguments: dict[str, Any]) -> Ref:
-    """Leave out copies of fields that lie as these do: nothing writes to either."""
+    """Leave out copies of fields that lie as these do, such as dropout that drops nothing: nothing writes to either."""
     value: Ref = arguments["self"]
     node, layout = builder.node(value), arguments.get("memory_format")
     if node.is_field and not node.is_source and layout in (None, torch.preserve_format):
