@@ -3,24 +3,27 @@
 # make test    all tests, by three processes: some of them wait for others more than they compute
 # make zoo     a dozen published models, compared with plain autograd
 # make oldest  some tests beside the oldest versions that pyproject.toml allows
+# make other   tests of capture, exactness and gradients by another Python: make other PYTHON=python3.13
 # make quick   in a minute: lint, and the tests of what everything stands on
 # make lint    style, formatting, types and the direction of the imports
 # make docs    the site in build/docs, without a warning, and its spelling
 # make dist    sdist and wheel in dist/, with the page: Node.js is needed
 # make sbom    what is in them and beside them, as CycloneDX in dist/
 #
-# Each makes its own environment in .venv (oldest: .venv-oldest; dist and sbom: .venv-release) first, once; all it needs is
-# Python 3.11 or later.
+# Each makes its own environment in .venv (oldest: .venv-oldest; other: .venv-python3.13; dist and sbom: .venv-release) first,
+# once; all it needs is Python 3.11 or later.
 
 PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 OLDEST := .venv-oldest
+OTHER := .venv-$(notdir $(PYTHON))
 RELEASE := .venv-release
+TOOLS := hypothesis ome-types pydicom pytest pytest-xdist scipy
 
 PAGE := src/gigagrad/view/page/page.js
 
-.PHONY: demo page test oldest quick zoo lint docs dist sbom clean
+.PHONY: demo page test oldest other quick zoo lint docs dist sbom clean
 
 demo: $(INSTALLED)
 	@if command -v npm >/dev/null; then $(MAKE) page || echo "the page of 'gigagrad view' is not built: see above"; fi
@@ -38,6 +41,10 @@ test: $(INSTALLED)
 oldest: $(OLDEST)/.installed
 	$(OLDEST)/bin/python -m pytest --quiet --numprocesses 2 --dist worksteal tests/images tests/masks tests/stores \
 		tests/exactness/test_any_model.py tests/execution/test_engine_gradients.py
+
+other: $(OTHER)/.installed
+	$(OTHER)/bin/python -m pytest --quiet --numprocesses 2 --dist worksteal tests/graphs \
+		tests/exactness/test_any_model.py tests/execution/test_engine_gradients.py tests/test_threads.py
 
 quick: lint
 	$(BIN)/python -m pytest --quiet --numprocesses 2 --dist worksteal --hypothesis-profile quick -m "not slow" \
@@ -77,8 +84,12 @@ $(INSTALLED): pyproject.toml constraints.txt
 
 $(OLDEST)/.installed: pyproject.toml constraints-oldest.txt
 	$(PYTHON) -m venv $(OLDEST)
-	$(OLDEST)/bin/python -m pip install --quiet --constraint constraints-oldest.txt --editable '.[demo,geo,bags]' \
-		hypothesis ome-types pydicom pytest pytest-xdist scipy
+	$(OLDEST)/bin/python -m pip install --quiet --constraint constraints-oldest.txt --editable '.[demo,geo,bags]' $(TOOLS)
+	touch $@
+
+$(OTHER)/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(OTHER)
+	$(OTHER)/bin/python -m pip install --quiet --constraint constraints.txt --editable '.[demo,geo,bags]' $(TOOLS)
 	touch $@
 
 $(RELEASE)/.installed:
@@ -88,4 +99,4 @@ $(RELEASE)/.installed:
 
 clean:
 	rm -rf web/node_modules src/gigagrad/view/page
-	rm -rf .venv $(OLDEST) $(RELEASE) .zoo.jsonl build dist gigagrad-demo .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf .venv .venv-* .zoo.jsonl build dist gigagrad-demo .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

@@ -150,7 +150,8 @@ def _saved(plan: Plan) -> str:
     saving = [segment for segment in plan.segments if segment.saved_tiles]
     saved, all_tiles = (sum(getattr(one, name) for one in saving) for name in ("saved_tiles", "tile_count"))
     share = f"{saved:,} of {all_tiles:,}" if saved < all_tiles else f"all {saved:,}"
-    return f"activations of {share} tiles of {len(saving)} segments, which are not computed again"
+    of = "1 segment" if len(saving) == 1 else f"{len(saving)} segments"
+    return f"activations of {share} tiles of {of}, which are not computed again"
 
 
 def _ranks(plan: Plan, ranks: RankPlan) -> str:
