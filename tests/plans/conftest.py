@@ -61,6 +61,18 @@ class Norms(nn.Module):
         return self.head(x)
 
 
+class Residual(nn.Module):
+    """Reads a field with a halo by way of an operator that works position by position, and without."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.inside = nn.Conv2d(1, 2, 3, padding=1), nn.Conv2d(2, 2, 5, padding=2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.before(x)
+        return (self.inside(x.relu()) + x).mean(1, keepdim=True)
+
+
 @pytest.fixture(scope="session")
 def models() -> SimpleNamespace:
     return SimpleNamespace(UNet=UNet, Gate=Gate)
@@ -88,6 +100,11 @@ def unet(graph_of: Any) -> Graph:
 @pytest.fixture(scope="session")
 def gate(graph_of: Any) -> Graph:
     return graph_of(Gate(), F.mse_loss, (61, 47), (31, 24))
+
+
+@pytest.fixture(scope="session")
+def residual(graph_of: Any) -> Graph:
+    return graph_of(Residual(), F.mse_loss, (97, 61))
 
 
 @pytest.fixture(scope="session")

@@ -30,8 +30,8 @@ def test_tiles_partition_every_target(unet, gate, tile):
 
 
 @given(sides, st.data())
-def test_what_a_tile_computes_covers_what_its_operators_read(unet, gate, tile, data):
-    for graph in (unet, gate):
+def test_what_a_tile_computes_covers_what_its_operators_read(unet, gate, residual, tile, data):
+    for graph in (unet, gate, residual):
         for grid in grids(graph, tile):
             geometry = grid[data.draw(st.integers(0, len(grid) - 1))]
             for field in grid.segment.fields:

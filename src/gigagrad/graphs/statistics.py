@@ -166,7 +166,7 @@ def running_mean(old: torch.Tensor, moments: torch.Tensor, momentum: float) -> t
 
 
 def running_variance(old: torch.Tensor, moments: torch.Tensor, momentum: float) -> torch.Tensor:
-    """Return the same of a variance, the new one by the number of values less 1."""
+    """Return a running variance after a step, as a mean; the new one is by the number of values less 1."""
     return _blended(old, variance(moments, 1), momentum)
 
 
