@@ -134,12 +134,12 @@ def is_read(graph: Graph, node_id: int) -> bool:
 
 def _fields_behind(graph: Graph, roots: list[int], stored: set[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return the fields to compute for the roots, and the fields to read for that."""
-    nodes, reads = graph.nodes, {root for root in roots if is_read(graph, root)}
+    reads = {root for root in roots if is_read(graph, root)}
     computed = set(roots) - reads
     stack = list(computed)
     while stack:
         for i in graph.reads[stack.pop()]:
-            if i in stored or nodes[i].is_source or nodes[i].op == SCATTER:  # `is_read`
+            if i in stored or is_read(graph, i):
                 reads.add(i)
             elif i not in computed:
                 computed.add(i)
