@@ -440,6 +440,14 @@ def _name(sources: dict[str, Source], *, backward: bool) -> str:
 
 
 def _usual_layout(graph: Graph) -> str:
-    """Return channels last, unless an operator of the graph should not run so."""
-    contiguous = any(lookup(node.op).contiguous_only(Call(node, graph.operands(node))) for node in graph.nodes)
-    return "contiguous" if contiguous else "channels_last"
+    """Return channels last, unless an operator of the graph should not run so, or weights with windows have more
+    elements than what convolutions read and write: these, too, are copied, once a pass, and their gradients back.
+    """
+    calls = [Call(node, graph.operands(node)) for node in graph.nodes]
+    if any(lookup(call.node.op).contiguous_only(call) for call in calls):
+        return "contiguous"
+    convolutions = [call for call in calls if call.node.is_field and lookup(call.node.op).compiled]
+    weights = [call.operands[1].shape for call in convolutions]
+    windows = sum(prod(shape) for shape in weights if prod(shape[2:]) > 1)
+    fields = sum(prod(call.node.shape) + prod(call.operands[0].shape) for call in convolutions)
+    return "contiguous" if windows > fields else "channels_last"

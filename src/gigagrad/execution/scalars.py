@@ -32,6 +32,8 @@ Values = dict[int, torch.Tensor]
 _BOUND: WeakKeyDictionary[Graph, dict[tuple[int, torch.device], Bound]] = WeakKeyDictionary()
 """Operators of the graphs that are there, bound once for all runs."""
 _ORDERS: WeakKeyDictionary[Graph, dict[frozenset[int], _Order]] = WeakKeyDictionary()
+_HOLDERS = getattr(torch._C, "_storage_Use_Count", None)
+"""Counts who holds a storage; no version of PyTorch promises it, and without it values are copied."""
 _AT_ONCE = 1 << 17
 """Numbers: PyTorch adds those of another dtype by way of a copy in the sum's own, which is to fit in a cache."""
 
@@ -42,19 +44,31 @@ def add(
     value: torch.Tensor,
     dtype: torch.dtype,
     layout: torch.memory_format = torch.preserve_format,
+    *,
+    take: bool = False,
 ) -> None:
     """Add to a sum in this dtype. Unless told otherwise it lies in memory as the first value did: others of the kind
-    are added fastest.
+    are added fastest. With `take` the first value becomes the sum as it is, where nobody else holds its memory.
     """
-    value, total = value.detach(), sums.get(key)
+    total = sums.get(key)
     if total is None:
-        sums[key] = value.to(dtype, copy=True, memory_format=layout)
-    elif value.numel() <= _AT_ONCE:
+        copied = not (take and _is_held_once(value))
+        sums[key] = value.detach().to(dtype, copy=copied, memory_format=layout)
+        return
+    value = value.detach()
+    if value.numel() <= _AT_ONCE:
         total.add_(value)
     else:
         rows = max(1, value.shape[0] * _AT_ONCE // value.numel())
         for row in range(0, len(value), rows):
             total[row : row + rows].add_(value[row : row + rows])
+
+
+def _is_held_once(value: torch.Tensor) -> bool:
+    """Return True where this tensor is the only one that lies in its memory, and takes all of it."""
+    storage = value.untyped_storage()
+    count = None if _HOLDERS is None else _HOLDERS(storage._cdata)
+    return count == 2 and storage.nbytes() == value.nbytes  # the other one is `storage`
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -186,10 +200,13 @@ class ScalarGraph:
             add(self._pending, node_id, cotangent, self._device.sum_dtype)
 
     def accumulate_share(self, parameter: int, gradient: torch.Tensor, times: float = 1) -> None:
-        """Add a contribution to what is added up here of a gradient, so many times as large as it truly is."""
+        """Add a contribution to what is added up here of a gradient, so many times as large as it truly is. The caller
+        gives it away.
+        """
         dtype = gradient_dtype(self.graph, parameter)
         gradient = gradient if times == 1 else gradient.to(dtype) / times
-        add(self.gradients, parameter, gradient, dtype, torch.contiguous_format)
+        # What a recorded step has made is made again in the same memory.
+        add(self.gradients, parameter, gradient, dtype, torch.contiguous_format, take=not self._device.records)
 
     def forget(self) -> None:
         """Give back all values: there will be no results."""
@@ -234,8 +251,10 @@ class ScalarGraph:
         for i in gone:
             if i not in self._leaves:
                 self.values.pop(i, None)
-        found = list(torch.autograd.grad(outputs, leaves, cotangents, retain_graph=True, allow_unused=True))
-        found.reverse()
+        gradients = torch.autograd.grad(outputs, leaves, cotangents, retain_graph=True, allow_unused=True)
+        # Autograd may give one tensor to several leaves, or a cotangent as it is.
+        found = [gradient if gradient is None else gradient.detach() for gradient in reversed(gradients)]
+        del gradients
         for i in reached:
             gradient = found.pop()  # and with it the memory, once it is added to the sums
             if gradient is None:
