@@ -7,8 +7,7 @@ whoever gets them adds, in the order of chunks.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 
@@ -85,21 +84,61 @@ class Comm:
     def _exchanged(self, step: Exchange, result: PassResult) -> list[Values]:
         of_both = ((result.gradients, step.gradients), (result.reduced, step.reductions))
         sums = [None if some is None else self._sums(result.step, some, how, step.chunks) for some, how in of_both]
-        boxes = Boxes(self._ranks.index, step.transfers, result.stores, result.overlaps)
-        exchange(self._ranks, [*filter(None, sums), boxes])
+        there, own = [one for one in sums if one is not None], self._ranks.index
+
+        def between(sender: int, receiver: int) -> list[Transfer]:
+            return [one for one in step.transfers if (one.sender, one.receiver) == (sender, receiver)]
+
+        def crop(one: Transfer) -> torch.Tensor:
+            if one.chunk is None:
+                return result.stores[one.node].read(one.box)
+            return result.overlaps[one.node].kept_sum(one.chunk, one.box)
+
+        def coming(sender: int) -> list[Shape]:
+            moved, stores = between(sender, own), result.stores
+            return [(stores[one.node].crop_shape(one.box), stores[one.node].dtype) for one in moved]
+
+        boxes: Part = (lambda receiver: map(crop, between(own, receiver)), coming)
+        *of_sums, of_boxes = exchange(self._ranks, [*((one.sent, one.coming) for one in there), boxes])
+        for one, came in zip(there, of_sums, strict=True):
+            one.take(came)
+        crops = [pair for rank, came in of_boxes.items() for pair in zip(between(rank, own), came, strict=True)]
+        for moved, came_crop in crops:
+            if moved.chunk is None:
+                result.stores[moved.node].write(moved.box, came_crop)
+        crops += [(moved, crop(moved)) for moved in between(own, own)]
+        # Cotangents rank after rank, and ranks have theirs in the order of chunks.
+        for moved, came_crop in sorted(crops, key=lambda pair: pair[0].sender):
+            if moved.chunk is not None:
+                result.stores[moved.node].add(moved.box, came_crop)
+        for store in result.stores.values():
+            store.flush()
         return [{} if one is None else one.total for one in sums]
 
     def gather(self, step: Gather, values: Sequence[Values]) -> None:
-        """Put together, in place, what each rank has a share of."""
+        """Put together, in place, what each rank has a share of. Values that no rank has are left out."""
         if step.gradients:
             shapes = {i: (self._graph[i].shape, gradient_dtype(self._graph, i)) for i in step.nodes}
         else:
             shapes = self.shapes(step.nodes)
+        own, count = self._ranks.index, self._ranks.count
         of_whom = {i: each for each in values for i in step.nodes if i in each}
-        message = Shares(self._ranks, {i: each.pop(i) for i, each in of_whom.items()}, shapes, self._device)
-        exchange(self._ranks, [message])
-        for i, whole in message.whole.items():
-            of_whom[i][i] = whole
+        shares = {i: each.pop(i) for i, each in of_whom.items()}
+
+        def coming(sender: int) -> list[Shape]:
+            found = [((_length(share_of(prod(shape), sender, count)),), dtype) for shape, dtype in shapes.values()]
+            return [((len(shapes),), torch.int64), *found]
+
+        def sent(receiver: int) -> Iterator[torch.Tensor]:
+            yield torch.tensor([i in shares for i in shapes], dtype=torch.int64)
+            for i, (shape, dtype) in zip(shapes, coming(own)[1:], strict=True):
+                yield shares[i] if i in shares else torch.zeros(shape, dtype=dtype)
+
+        (came,) = exchange(self._ranks, [(sent, coming)])
+        for place, (i, (shape, _)) in enumerate(shapes.items(), 1):
+            if i in shares:
+                of_all = [shares[i] if rank == own else came[rank][place].to(self._device) for rank in range(count)]
+                of_whom[i][i] = torch.cat(of_all).view(shape)
 
     def share(self, parameter: int, gradient: torch.Tensor) -> torch.Tensor:
         """Return what this rank has of a parameter's gradient until the step is over."""
@@ -118,82 +157,31 @@ class Comm:
         return Sums(self._ranks, own, others, self.shapes(how.all), how.shared, total, self._device)
 
 
-class Message(ABC):
-    """The part of a message that one rank sends; all others have one of the same kind."""
-
-    @abstractmethod
-    def sent(self, receiver: int) -> Iterator[torch.Tensor]:
-        """Yield what this rank sends to another one."""
-
-    @abstractmethod
-    def coming(self, sender: int) -> list[Shape]:
-        """Return the shapes of what another one sends to this rank, which it knows beforehand."""
-
-    @abstractmethod
-    def take(self, came: Mapping[int, Sequence[torch.Tensor]]) -> None:
-        """Take what came from all others, by the rank that sent it."""
+Part = tuple[Callable[[int], Iterable[torch.Tensor]], Callable[[int], Sequence[Shape]]]
+"""What this rank sends to another one, and the shapes of what that one sends, which are known beforehand."""
 
 
-def exchange(ranks: Ranks, messages: Sequence[Message]) -> None:
-    """Exchange all of these of several ranks at once, in their order. Raises RankError."""
-    sent = {rank: packed(tensor for message in messages for tensor in message.sent(rank)) for rank in ranks.others}
-    coming = {rank: [message.coming(rank) for message in messages] for rank in ranks.others}
-    sizes = {rank: sum(_nbytes(shape) for of in shapes for shape in of) for rank, shapes in coming.items()}
+def exchange(ranks: Ranks, parts: Sequence[Part]) -> list[dict[int, list[torch.Tensor]]]:
+    """Exchange all parts of the messages of several ranks at once; return what came, of each part by the rank that sent
+    it. All ranks have parts of the same kinds in the same order. Raises RankError.
+    """
+    sent = {rank: packed(tensor for send, _ in parts for tensor in send(rank)) for rank in ranks.others}
+    expected = {rank: [coming(rank) for _, coming in parts] for rank in ranks.others}
+    sizes = {rank: sum(_nbytes(shape) for of in shapes for shape in of) for rank, shapes in expected.items()}
     received = ranks.exchange(sent, sizes)
     del sent
-    nothing, found = torch.empty(0, dtype=torch.uint8), {}
+    nothing, found = torch.empty(0, dtype=torch.uint8), [dict[int, list[torch.Tensor]]() for _ in parts]
     for rank in ranks.others:
-        data, place, found[rank] = received.pop(rank, nothing), 0, list[list[torch.Tensor]]()
-        for shapes in coming[rank]:
-            found[rank].append(tensors := [])
+        data, place = received.pop(rank, nothing), 0
+        for came, shapes in zip(found, expected[rank], strict=True):
+            came[rank] = tensors = []
             for shape, dtype in shapes:
                 tensor, place = unpacked(data, place, shape, dtype)
                 tensors.append(tensor)
-    for number, message in enumerate(messages):
-        message.take({rank: tensors[number] for rank, tensors in found.items()})
+    return found
 
 
-class Boxes(Message):
-    """Boxes of fields, and of their cotangents: those written as they come, and those added in the order of chunks."""
-
-    def __init__(
-        self, rank: int, transfers: Sequence[Transfer], stores: Mapping[int, Store], overlaps: Mapping[int, Overlap]
-    ) -> None:
-        self._rank, self._transfers, self._stores, self._overlaps = rank, transfers, stores, overlaps
-
-    def sent(self, receiver: int) -> Iterator[torch.Tensor]:
-        return map(self._crop, self._between(self._rank, receiver))
-
-    def coming(self, sender: int) -> list[Shape]:
-        stores = self._stores
-        moved = self._between(sender, self._rank)
-        return [(stores[one.node].crop_shape(one.box), stores[one.node].dtype) for one in moved]
-
-    def take(self, came: Mapping[int, Sequence[torch.Tensor]]) -> None:
-        """Take what came; cotangents are added rank after rank, and ranks have theirs in the order of chunks."""
-        crops = list[tuple[Transfer, torch.Tensor]]()
-        for sender, found in came.items():
-            crops += zip(self._between(sender, self._rank), found, strict=True)
-        for one, crop in crops:
-            if one.chunk is None:
-                self._stores[one.node].write(one.box, crop)
-        crops += [(one, self._crop(one)) for one in self._between(self._rank, self._rank)]
-        for one, crop in sorted(crops, key=lambda pair: pair[0].sender):
-            if one.chunk is not None:
-                self._stores[one.node].add(one.box, crop)
-        for store in self._stores.values():
-            store.flush()
-
-    def _crop(self, one: Transfer) -> torch.Tensor:
-        if one.chunk is None:
-            return self._stores[one.node].read(one.box)
-        return self._overlaps[one.node].kept_sum(one.chunk, one.box)
-
-    def _between(self, sender: int, receiver: int) -> list[Transfer]:
-        return [one for one in self._transfers if (one.sender, one.receiver) == (sender, receiver)]
-
-
-class Sums(Message):
+class Sums:
     """The sums of one pass; once taken, `total` has those of all chunks: whole, or of what is `cut` this rank's share,
     flat.
     """
@@ -258,37 +246,6 @@ class Sums(Message):
 
     def _share(self, key: int, value: torch.Tensor, rank: int) -> torch.Tensor:
         return value[share_of(len(value), rank, self._count)] if key in self._cut else value
-
-
-class Shares(Message):
-    """Values of which every rank has a share; once taken, `whole` has all of each. Values that no rank has are left
-    out.
-    """
-
-    def __init__(self, ranks: Ranks, shares: Values, shapes: Mapping[int, Shape], device: torch.device) -> None:
-        self._rank, self._count = ranks.index, ranks.count
-        self._shares, self._shapes, self._device = shares, shapes, device
-        self.whole: Values = {}
-
-    def sent(self, receiver: int) -> Iterator[torch.Tensor]:
-        yield torch.tensor([key in self._shares for key in self._shapes], dtype=torch.int64)
-        for key, (shape, dtype) in zip(self._shapes, self.coming(self._rank)[1:], strict=True):
-            yield self._shares.get(key, torch.zeros(shape, dtype=dtype))
-
-    def coming(self, sender: int) -> list[Shape]:
-        found: list[Shape] = [((len(self._shapes),), torch.int64)]
-        for shape, dtype in self._shapes.values():
-            found.append(((_length(share_of(prod(shape), sender, self._count)),), dtype))
-        return found
-
-    def take(self, came: Mapping[int, Sequence[torch.Tensor]]) -> None:
-        for number, (key, (shape, _)) in enumerate(self._shapes.items(), 1):
-            if key in self._shares:
-                shares = [
-                    self._shares[key] if rank == self._rank else came[rank][number].to(self._device)
-                    for rank in range(self._count)
-                ]
-                self.whole[key] = torch.cat(shares).view(shape)
 
 
 def _length(share: slice) -> int:
