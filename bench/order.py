@@ -63,14 +63,15 @@ class Bytes(TorchDispatchMode):
 class AsDone(Executor):
     """Compute tiles in threads and deliver them as they are done, whatever their order."""
 
-    def __init__(self, count: int) -> None:
-        self._pool, self.at_a_time = ThreadPoolExecutor(count), count
+    def __init__(self, workers: int, threads: int) -> None:
+        super().__init__(1, threads)
+        self._side, self.at_a_time = ThreadPoolExecutor(workers), workers
 
     def in_order(self, items: Iterable[Any], work: Callable[[Any], Any]) -> Iterator[Any]:
         waiting = set()
         with operator_threads(1):
             for item in items:
-                waiting.add(self._pool.submit(work, item))
+                waiting.add(self._side.submit(work, item))
                 while len(waiting) > self.at_a_time:
                     done = next(as_completed(waiting))
                     waiting.remove(done)
@@ -79,7 +80,7 @@ class AsDone(Executor):
                 yield done.result()
 
     def close(self) -> None:
-        self._pool.shutdown()
+        self._side.shutdown()
 
 
 def changed(run: RankRun, *, workers: int, chunks: int | None = None) -> RankRun:
@@ -139,7 +140,8 @@ def timed(run: RankRun, workers: int, rounds: int) -> dict[str, Any]:
     for _ in range(rounds + 1):
         for kind, one in kinds.items():
             passes[kind].append({})
-            as_done = patch("gigagrad.execution.run.Threads", AsDone) if kind == "as_done" else ExitStack()
+            by_turn = workers > 1 and kind == "as_done"
+            as_done = patch("gigagrad.execution.run.Executor", AsDone) if by_turn else ExitStack()
             with as_done, metered(passes[kind][-1], time.perf_counter):
                 start = time.perf_counter(), time.process_time()
                 outcome(one, SingleRank())

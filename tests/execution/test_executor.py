@@ -19,7 +19,7 @@ from gigagrad.devices import Machine
 from gigagrad.devices.cpu import HeapGuard
 from gigagrad.events import Notice
 from gigagrad.execution.buffers import Buffers
-from gigagrad.execution.executor import Serial, Threads
+from gigagrad.execution.executor import Executor
 from gigagrad.execution.tile_program import TileInputs, TileProgram
 from gigagrad.plans.problem import Reading
 from gigagrad.threads import operator_threads
@@ -46,17 +46,17 @@ def test_results_come_in_the_order_of_the_items() -> None:
             gate.set()
         return item * item
 
-    with closing(Threads(3)) as pool:
+    with closing(Executor(3, 1)) as pool:
         assert list(pool.in_order(range(9), work)) == [i * i for i in range(9)]
 
 
 def test_each_worker_has_one_thread_and_the_callers_setting_stays(two_threads: None) -> None:
-    with closing(Threads(2)) as pool:
+    with closing(Executor(2, 1)) as pool:
         for _ in range(2):  # one sweep after the other
             assert set(pool.in_order(range(8), lambda _: torch.get_num_threads())) == {1}
             assert torch.get_num_threads() == 2
             for count in (1, 2):
-                assert list(Serial(count).in_order(range(2), lambda _: torch.get_num_threads())) == [count] * 2
+                assert list(Executor(1, count).in_order(range(2), lambda _: torch.get_num_threads())) == [count] * 2
     assert torch.get_num_threads() == 2
 
 
@@ -91,7 +91,7 @@ def test_fewer_are_at_work_while_one_is_held() -> None:
         with crowd:
             return item
 
-    with closing(Threads(3)) as pool:
+    with closing(Executor(3, 1)) as pool:
         for item in pool.in_order(range(30), work):
             if item in (5, 15):
                 pool.hold_one()
@@ -142,7 +142,7 @@ def test_an_error_in_a_worker_reaches_the_caller_and_ends_the_work(two_threads: 
             raise ValueError("tile 1")
         return item
 
-    with closing(Threads(2)) as pool:
+    with closing(Executor(2, 1)) as pool:
         with pytest.raises(ValueError, match="tile 1"):
             list(pool.in_order(range(1000), work))
         assert len(started) < 10
@@ -221,7 +221,7 @@ def test_a_stream_that_is_garbage_leaves_the_callers_setting(two_threads: None) 
             inside.close()  # type: ignore[attr-defined]
             found.append(torch.get_num_threads())
 
-    inside = Threads(2).in_order([0, 1], lambda item: item)
+    inside = Executor(2, 1).in_order([0, 1], lambda item: item)
     next(inside)
     thread = threading.Thread(target=elsewhere)
     thread.start()

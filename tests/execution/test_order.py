@@ -19,7 +19,8 @@ class Shuffled(Executor):
 
     seed = 0
 
-    def __init__(self, count):
+    def __init__(self, workers, threads):
+        super().__init__(1, threads)
         self.at_a_time = 5
 
     def in_order(self, items, work):
@@ -49,7 +50,7 @@ def test_any_order_of_tiles_and_any_ranks_have_the_bits_of_one(planned, monkeypa
     expected, _ = outcome(changed(planned, workers=1), SingleRank())
     assert outcome(changed(planned, workers=3), SingleRank())[0] == expected
     one_worker = changed(planned, workers=1)
-    monkeypatch.setattr("gigagrad.execution.run.Serial", Shuffled)
+    monkeypatch.setattr("gigagrad.execution.run.Executor", Shuffled)
     for Shuffled.seed in range(3):
         assert outcome(one_worker, SingleRank())[0] == expected
         for count in (2, 3):
@@ -60,7 +61,7 @@ def test_tiles_added_up_as_they_are_done_have_other_bits(planned, monkeypatch):
     """So the test above would see it if order did not count."""
     single = changed(planned, workers=1, chunks=1)
     expected, _ = outcome(single, SingleRank())
-    monkeypatch.setattr("gigagrad.execution.run.Serial", Shuffled)
+    monkeypatch.setattr("gigagrad.execution.run.Executor", Shuffled)
     monkeypatch.setattr(Shuffled, "in_order", lambda self, items, work: map(work, reversed(list(items))))
     assert outcome(single, SingleRank())[0] != expected
 

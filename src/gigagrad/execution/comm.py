@@ -116,29 +116,15 @@ class Comm:
         return [{} if one is None else one.total for one in sums]
 
     def gather(self, step: Gather, values: Sequence[Values]) -> None:
-        """Put together, in place, what each rank has a share of. Values that no rank has are left out."""
+        """Put together, in place, what each rank has a share of."""
         if step.gradients:
             shapes = {i: (self._graph[i].shape, gradient_dtype(self._graph, i)) for i in step.nodes}
         else:
             shapes = self.shapes(step.nodes)
-        own, count = self._ranks.index, self._ranks.count
         of_whom = {i: each for each in values for i in step.nodes if i in each}
         shares = {i: each.pop(i) for i, each in of_whom.items()}
-
-        def coming(sender: int) -> list[Shape]:
-            found = [((_length(share_of(prod(shape), sender, count)),), dtype) for shape, dtype in shapes.values()]
-            return [((len(shapes),), torch.int64), *found]
-
-        def sent(receiver: int) -> Iterator[torch.Tensor]:
-            yield torch.tensor([i in shares for i in shapes], dtype=torch.int64)
-            for i, (shape, dtype) in zip(shapes, coming(own)[1:], strict=True):
-                yield shares[i] if i in shares else torch.zeros(shape, dtype=dtype)
-
-        (came,) = exchange(self._ranks, [(sent, coming)])
-        for place, (i, (shape, _)) in enumerate(shapes.items(), 1):
-            if i in shares:
-                of_all = [shares[i] if rank == own else came[rank][place].to(self._device) for rank in range(count)]
-                of_whom[i][i] = torch.cat(of_all).view(shape)
+        for i, whole in gathered(self._ranks, shares, shapes, self._device).items():
+            of_whom[i][i] = whole
 
     def share(self, parameter: int, gradient: torch.Tensor) -> torch.Tensor:
         """Return what this rank has of a parameter's gradient until the step is over."""
@@ -179,6 +165,29 @@ def exchange(ranks: Ranks, parts: Sequence[Part]) -> list[dict[int, list[torch.T
                 tensor, place = unpacked(data, place, shape, dtype)
                 tensors.append(tensor)
     return found
+
+
+def gathered(ranks: Ranks, shares: Values, shapes: Mapping[int, Shape], device: torch.device) -> Values:
+    """Return all of the values, of these shapes, of which every rank has a share; those that no rank has are left out.
+    Raises RankError.
+    """
+
+    def coming(sender: int) -> list[Shape]:
+        found = [((_length(share_of(prod(shape), sender, ranks.count)),), dtype) for shape, dtype in shapes.values()]
+        return [((len(shapes),), torch.int64), *found]
+
+    def sent(receiver: int) -> Iterator[torch.Tensor]:
+        yield torch.tensor([i in shares for i in shapes], dtype=torch.int64)
+        for i, (shape, dtype) in zip(shapes, coming(ranks.index)[1:], strict=True):
+            yield shares[i] if i in shares else torch.zeros(shape, dtype=dtype)
+
+    (came,) = exchange(ranks, [(sent, coming)])
+    whole = {}
+    for place, (i, (shape, _)) in enumerate(shapes.items(), 1):
+        if i in shares:
+            of_others = {rank: tensors[place].to(device) for rank, tensors in came.items()} | {ranks.index: shares[i]}
+            whole[i] = torch.cat([of_others[rank] for rank in range(ranks.count)]).view(shape)
+    return whole
 
 
 class Sums:

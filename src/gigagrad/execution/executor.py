@@ -6,7 +6,6 @@ on a machine that does something else besides, it waits long. Whole tiles are in
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from queue import SimpleQueue
@@ -18,48 +17,24 @@ Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 
-class Executor(ABC):
-    """Computes what it is given, tile by tile."""
+class Executor:
+    """Computes what it is given, tile by tile: fewer tiles at a time where memory is short."""
 
-    at_a_time: int = 1
-    """Number of tiles that may be computed side by side now."""
-
-    @abstractmethod
-    def in_order(self, items: Iterable[Item], work: Callable[[Item], Result]) -> Iterator[Result]:
-        """Yield `work(item)` for every item, in the order of the items."""
-
-    def hold_one(self) -> None:
-        """Compute one tile fewer at a time from now on; return when no more than that are being computed."""
-
-    def let_go(self) -> None:
-        """Compute as many tiles at a time as at first again."""
-
-    def close(self) -> None:
-        """Stop: no more is computed."""
-
-
-class Serial(Executor):
-    """One tile at a time in the caller's thread; PyTorch's operators share so many of their own."""
-
-    def __init__(self, threads: int) -> None:
-        self._threads = threads
-
-    def in_order(self, items: Iterable[Item], work: Callable[[Item], Result]) -> Iterator[Result]:
-        with operator_threads(self._threads):
-            yield from map(work, items)
-
-
-class Threads(Executor):
-    """So many threads that compute one tile each; fewer of them at a time where memory is short."""
-
-    def __init__(self, count: int) -> None:
-        self._pool = SideThreads(count, "gigagrad-tile")
+    def __init__(self, workers: int, threads: int) -> None:
+        """Compute so many tiles side by side, each in a thread of its own; one at a time in the caller's thread, where
+        so many `threads` share PyTorch's operators.
+        """
+        self._pool = SideThreads(workers, "gigagrad-tile") if workers > 1 else None
         # Not a semaphore, which an interrupt of `hold_one` would leave locked.
         self._places: SimpleQueue[None] = SimpleQueue()
-        self._count, self.at_a_time = count, 0
+        self._workers, self._threads = workers, threads
+        self.at_a_time = 0
+        """Number of tiles that may be computed side by side now."""
         self.let_go()
 
     def in_order(self, items: Iterable[Item], work: Callable[[Item], Result]) -> Iterator[Result]:
+        """Yield `work(item)` for every item, in the order of the items."""
+
         def in_its_place(item: Item) -> Result:
             self._places.get()
             try:
@@ -67,22 +42,28 @@ class Threads(Executor):
             finally:
                 self._places.put(None)
 
-        with operator_threads(1):
-            # One in the queue, so that nobody waits for whoever delivers the items.
-            yield from ahead(items, in_its_place, self._pool, self._count)
+        with operator_threads(self._threads if self._pool is None else 1):
+            if self._pool is None:
+                yield from map(work, items)
+            else:  # one in the queue, so that nobody waits for whoever delivers the items
+                yield from ahead(items, in_its_place, self._pool, self._workers)
 
     def hold_one(self) -> None:
+        """Compute one tile fewer at a time from now on; return when no more than that are being computed."""
         assert self.at_a_time > 1
         self._places.get()
         self.at_a_time -= 1
 
     def let_go(self) -> None:
-        while self.at_a_time < self._count:
+        """Compute as many tiles at a time as at first again."""
+        while self.at_a_time < self._workers:
             self._places.put(None)
             self.at_a_time += 1
 
     def close(self) -> None:
-        self._pool.shutdown(cancel=True)
+        """Stop: no more is computed."""
+        if self._pool is not None:
+            self._pool.shutdown(cancel=True)
 
 
 def ahead(items: Iterable[Item], work: Callable[[Item], Result], pool: SideThreads, most: int) -> Iterator[Result]:

@@ -23,7 +23,7 @@ from gigagrad.boxes import Box
 from gigagrad.events import Events
 from gigagrad.execution.buffers import Buffers
 from gigagrad.execution.comm import Comm, PassResult
-from gigagrad.execution.executor import Serial, Threads
+from gigagrad.execution.executor import Executor
 from gigagrad.execution.gradient_scale import multiplied
 from gigagrad.execution.journal import Journal, key_of
 from gigagrad.execution.layout import laid_out
@@ -89,7 +89,7 @@ class Run:
         self._buffers = Buffers(prepared, sources, self._scalars, ranks.index, draws)
         # They live from pass to pass: what a new thread's first operators set up takes longer than a small tile.
         self._readers = SideThreads(plan.readers, "gigagrad-read")
-        self._executor = Threads(plan.workers) if plan.workers > 1 else Serial(plan.threads)
+        self._executor = Executor(plan.workers, plan.threads)
         _put_what_is_known(self._scalars, prepared, sources, stored)
         place = None if journal is None else journal / key_of(prepared, self._scalars, draws, overflows)
         self.journal, self._first = Journal(place), ranks.index == 0

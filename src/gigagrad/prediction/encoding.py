@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import threading
 from collections.abc import Generator, Iterator
-from contextlib import AbstractContextManager, closing, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
@@ -32,7 +32,7 @@ from gigagrad.allowances import ALLOCATOR_FRAGMENTATION, ROOM_BYTES
 from gigagrad.devices import Device, device_for
 from gigagrad.errors import BudgetError, ConfigError, GigagradError, ModelError
 from gigagrad.execution.compiling import bytes_or_none
-from gigagrad.execution.executor import Threads
+from gigagrad.execution.executor import ahead
 from gigagrad.execution.sources import torch_dtype
 from gigagrad.graphs import WholeCost
 from gigagrad.graphs.whole import count_whole
@@ -40,6 +40,7 @@ from gigagrad.images.bag import Bag
 from gigagrad.plans.whole import unseen_bytes
 from gigagrad.prediction.linear import LinearByOneDnn, onednn_is_faster
 from gigagrad.ranks.ranks import as_bytes
+from gigagrad.threads import SideThreads, operator_threads
 
 Features = NDArray[np.floating[Any]]
 
@@ -152,8 +153,12 @@ class Encoder:
             return start, found
 
         try:
-            with closing(Threads(batches.workers)) as executor, guard.computing_whole():
-                yield from executor.in_order(range(0, len(bag), batches.size), compute)
+            with (
+                SideThreads(batches.workers, "gigagrad-encode") as threads,
+                operator_threads(1),
+                guard.computing_whole(),
+            ):
+                yield from ahead(range(0, len(bag), batches.size), compute, threads, batches.workers)
         finally:
             guard.close()
 

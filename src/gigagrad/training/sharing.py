@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from gigagrad.cohorts import Cohort
 from gigagrad.config.fit import FitConfig
 from gigagrad.errors import ConfigError
-from gigagrad.execution.comm import Shares, exchange
+from gigagrad.execution.comm import gathered
 from gigagrad.execution.engine import Engine
 from gigagrad.execution.model_state import Left
 from gigagrad.files import write_error
@@ -97,10 +97,11 @@ class GradientTree:
                 self._put(level, place, gradients)
         total = dict(enumerate(self._held.pop((self._depth, 0))))
         shapes = {i: (tuple(parameter.shape), parameter.dtype) for i, parameter in enumerate(self._parameters)}
-        shares = Shares(ranks, {i: one for i, one in total.items() if one is not None}, shapes, torch.device("cpu"))
-        exchange(ranks, [shares])
+        shares = {i: one for i, one in total.items() if one is not None}
         found: Gradients = [None] * len(shapes)
-        for i, whole in shares.whole.items():  # laid out as the parameter is, as one process has it
+        for i, whole in gathered(
+            ranks, shares, shapes, torch.device("cpu")
+        ).items():  # laid out as the parameter is, as one process has it
             found[i] = torch.empty_like(self._parameters[i], requires_grad=False).copy_(whole)
         return found
 
