@@ -43,7 +43,7 @@ import gigagrad as gg
 from gigagrad.boxes import Box, tiles
 from gigagrad.models import PaperUNet, Preprocess
 from gigagrad.stores import Blosc, Half, Quantised, Rounding
-from gigagrad.stores.rounding import Norms, noisy_shares
+from gigagrad.stores.rounding import gradient_error, noisy_shares, noisy_squares
 
 AXES = (-2, -1)
 BRICK_PX = 128
@@ -88,14 +88,14 @@ class Case:
             read.double(), layer.weight.shape, self.cotangent.double(), layer.stride, layer.padding, layer.dilation
         )
 
-    def tile_norms(self) -> Norms:
+    def tile_squares(self) -> torch.Tensor:
         """Tile by tile, as a run would add them up; what a tile reads is taken without its halo."""
         height, width = self.cotangent.shape[-2:]
         stride = self.layer.stride[0]
-        total, gain, read = Norms((0.0,) * self.cotangent.shape[1]), self.gain(), self.read(self.field)
+        total, gain, read = torch.zeros(self.cotangent.shape[1]).double(), self.gain(), self.read(self.field)
         for box in tiles(height, width, 32, 32):
             crop = read[..., box.y0 * stride : box.y1 * stride, box.x0 * stride : box.x1 * stride]
-            total += Norms.of(noisy_shares(crop, gain), self.cotangent[..., box.y0 : box.y1, box.x0 : box.x1])
+            total += noisy_squares(noisy_shares(crop, gain), self.cotangent[..., box.y0 : box.y1, box.x0 : box.x1])
         return total
 
 
@@ -239,7 +239,9 @@ def measure(case: Case, rounding: Rounding | None, draws: int) -> dict[str, Any]
     gradient = case.weight_gradient(exact)
     row["relative_gradient_error"] = measured.norm().item() / gradient.norm().item()
     if isinstance(rounding, Quantised):
-        predicted = case.tile_norms().gradient_errors(rounding.error_bound, math.prod(case.layer.weight.shape[1:]))
+        taps = math.prod(case.layer.weight.shape[1:])
+        norms = case.tile_squares().sqrt().tolist()
+        predicted = [gradient_error(rounding.error_bound, 1.0, norm, taps) for norm in norms]
         used = [(got, said) for got, said in zip(measured.tolist(), predicted, strict=True) if said > 0]
         row["gradient_error_over_predicted"] = math.hypot(*measured.tolist()) / math.hypot(*predicted)
         ratios = sorted(got / said for got, said in used)

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import gigagrad as gg
-from gigagrad.execution.rounding_error import average_in
+from gigagrad.execution.rounding_error import RoundingErrors, average_in
 from gigagrad.plans import split_segments
 from tests.exactness.normed import Net, dice
 
@@ -208,3 +208,14 @@ def test_averages_begin_with_the_first_run_and_follow_the_newest():
     assert known == {"a": 4.0, "b": 1.0}
     average_in(known, {"a": 14.0}, {})
     assert known == pytest.approx({"a": 5.0, "b": 1.0})
+
+
+def test_scaling_the_cotangents_scales_the_errors_of_these_convolutions():
+    graph = gg.compile(Net(), dice).problem(torch.rand(3, 32, 32), torch.rand(1, 32, 32)).graph
+    convolutions = [node for node in graph.nodes if "conv" in node.op][:2]
+    errors, squares = RoundingErrors(graph), torch.tensor([4.0, 9.0], dtype=torch.float64)
+    errors.add({node.id: squares for node in convolutions})
+    before = errors.by_weight(0.1)
+    errors.scale({convolutions[0].id}, -2.0)
+    scaled, same = (graph[node.operands[1]].arguments["name"] for node in convolutions)
+    assert errors.by_weight(0.1) == pytest.approx({scaled: 4 * before[scaled], same: before[same]})

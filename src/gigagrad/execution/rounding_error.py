@@ -14,7 +14,7 @@ import torch
 
 from gigagrad.graphs import Call, Gains, Graph, Node, lookup
 from gigagrad.plans import Segment
-from gigagrad.stores.rounding import Norms, noisy_shares
+from gigagrad.stores.rounding import gradient_error, noisy_shares, noisy_squares
 
 NEWEST = 0.1
 """The weight of the newest run in averages."""
@@ -69,8 +69,8 @@ class Watch:
     def __init__(self, graph: Graph, gains: Mapping[int, torch.Tensor]) -> None:
         self._graph = graph
         self._gains = gains
-        self.norms: dict[int, Norms] = {}
-        """The norms by convolution."""
+        self.norms: dict[int, torch.Tensor] = {}
+        """The `noisy_squares` by convolution."""
 
     def __contains__(self, node_id: int) -> bool:
         return node_id in self._gains
@@ -83,7 +83,7 @@ class Watch:
         groups = self._graph[convolution].arguments["groups"]
 
         def seen(cotangent: torch.Tensor) -> None:
-            self.norms[convolution] = Norms.of(shares, cotangent, groups)
+            self.norms[convolution] = noisy_squares(shares, cotangent, groups)
 
         output.register_hook(seen)  # type: ignore[no-untyped-call]
 
@@ -93,9 +93,9 @@ class RoundingErrors:
 
     def __init__(self, graph: Graph) -> None:
         self._graph = graph
-        self._norms: dict[int, Norms] = {}
+        self._norms: dict[int, torch.Tensor] = {}
 
-    def add(self, norms: Mapping[int, Norms]) -> None:
+    def add(self, norms: Mapping[int, torch.Tensor]) -> None:
         """Add the norms of one tile, by convolution."""
         for convolution, found in norms.items():
             known = self._norms.get(convolution)
@@ -106,7 +106,7 @@ class RoundingErrors:
         if not self._norms:  # then a device need not be waited for
             return
         factor = float(factor)
-        self._norms = {i: norms.scaled(factor) if i in convolutions else norms for i, norms in self._norms.items()}
+        self._norms = {i: factor * factor * each if i in convolutions else each for i, each in self._norms.items()}
 
     def by_weight(self, error_bound: float) -> dict[str, float]:
         """Return by the name of a weight the square of the expected 2-norm of its gradient's error.
@@ -120,7 +120,8 @@ class RoundingErrors:
                 weight = self._graph[weight.operands[0]]
             if weight.op == "parameter":
                 name = weight.arguments["name"]
-                errors = norms.gradient_errors(error_bound, math.prod(weight.shape[1:]))
+                taps = math.prod(weight.shape[1:])
+                errors = (gradient_error(error_bound, 1.0, norm, taps) for norm in norms.sqrt().tolist())
                 squares[name] = squares.get(name, 0.0) + sum(error * error for error in errors)
         return squares
 

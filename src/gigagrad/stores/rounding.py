@@ -325,35 +325,15 @@ def noisy_shares(field: Tensor, gain: Tensor | None = None) -> Tensor:
     return share_C if gain is None else share_C * gain.to(share_C).square()
 
 
-@dataclass(frozen=True)
-class Norms:
-    """The sums that `gradient_error` needs, per output channel, over tiles.
+def noisy_squares(shares: Tensor, cotangent: Tensor, groups: int = 1) -> Tensor:
+    """Return, as `(O,)` in float64 on the CPU, the squares of `gradient_error` but for its constants, of one tile: the
+    2-norm of the cotangent `(N, O, h, w)` squared, times `noisy_shares (C,)` of what the convolution reads.
 
-    `noisy_squares` adds up `R |d|^2` tile by tile: where tissue is, a field has other shares of zeros and other
-    cotangents than on glass, and the product of two averages over the whole image would miss that.
+    They are added up tile by tile: where tissue is, a field has other shares of zeros and other cotangents than on
+    glass, and the product of two averages over the whole image would miss that. Each of the convolution's `groups` sees
+    its own channels only.
     """
-
-    noisy_squares: tuple[float, ...]
-
-    @classmethod
-    def of(cls, shares: Tensor, cotangent: Tensor, groups: int = 1) -> Norms:
-        """Sum over one tile: `noisy_shares (C,)` of what the convolution reads, the cotangent `(N, O, h, w)` of its
-        output.
-
-        Each of the convolution's `groups` sees its own channels only.
-        """
-        noisy_O = shares.reshape(groups, -1).mean(1).repeat_interleave(cotangent.shape[1] // groups)
-        norms_O = torch.linalg.vector_norm(cotangent, dim=(0, 2, 3)).double()
-        return cls(tuple((norms_O.square() * noisy_O.to(norms_O)).tolist()))
-
-    def __add__(self, other: Norms) -> Norms:
-        pairs = zip(self.noisy_squares, other.noisy_squares, strict=True)
-        return Norms(tuple(a + b for a, b in pairs))
-
-    def scaled(self, factor: float) -> Norms:
-        """Return the sums of cotangents `factor` times as large."""
-        return Norms(tuple(factor * factor * square for square in self.noisy_squares))
-
-    def gradient_errors(self, error_bound: float, taps: int) -> tuple[float, ...]:
-        """Return the `gradient_error` of every output channel."""
-        return tuple(gradient_error(error_bound, 1.0, math.sqrt(square), taps) for square in self.noisy_squares)
+    noisy_O = shares.reshape(groups, -1).mean(1).repeat_interleave(cotangent.shape[1] // groups)
+    norms_O = torch.linalg.vector_norm(cotangent, dim=(0, 2, 3)).double()
+    squares_O: Tensor = norms_O.square() * noisy_O.to(norms_O)
+    return squares_O.cpu()
