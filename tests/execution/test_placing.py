@@ -17,7 +17,7 @@ from torch import nn
 
 import gigagrad as gg
 from gigagrad.devices import device_for
-from gigagrad.execution import placing
+from gigagrad.execution import sources
 from gigagrad.execution.sources import image_source
 from gigagrad.images import open_image
 from gigagrad.images.tiff import TiffImage
@@ -48,11 +48,11 @@ def decoded(monkeypatch: pytest.MonkeyPatch) -> Counter[object]:
 def test_each_block_of_a_file_is_decoded_once(
     slide: Path, decoded: Counter[object], monkeypatch: pytest.MonkeyPatch, band_bytes: int
 ) -> None:
-    monkeypatch.setattr(placing, "_BAND_BYTES", band_bytes)
+    monkeypatch.setattr(sources, "_BAND_BYTES", band_bytes)
     monkeypatch.setattr("gigagrad.images.tiff.CACHE_BYTES", 0)
     with open_image(slide) as image:
         source = image_source(image, lambda name: torch.float32)
-        found = placing.placed({"image": source}, device_for("cpu"))["image"]
+        found = sources.placed({"image": source}, device_for("cpu"))["image"]
         assert found.is_placed
         assert torch.equal(found.whole(), torch.from_numpy(tifffile.imread(slide)).permute(2, 0, 1)[None])
     assert len(decoded) == 25
@@ -68,10 +68,10 @@ def test_bands_cover_an_image_in_whole_blocks(size: tuple[int, int], block: tupl
     source = image_source(torch.arange(prod(size), dtype=torch.int32).view(1, *size), lambda name: torch.int32)
     assert source.image is not None
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(placing, "_BAND_BYTES", band_bytes)
+        patch.setattr(sources, "_BAND_BYTES", band_bytes)
         patch.setattr(type(source.image), "block_shape", block, raising=False)
-        found = placing.placed({"image": source}, device_for("cpu"))["image"]
-        boxes = [box for box, _ in placing._bands(source)]
+        found = sources.placed({"image": source}, device_for("cpu"))["image"]
+        boxes = [box for box, _ in sources._bands(source)]
     assert torch.equal(found.whole(), source.whole())
     assert all(box.y0 % block[0] == box.x0 % block[1] == 0 for box in boxes)
 

@@ -8,7 +8,7 @@ from torch import nn
 import gigagrad as gg
 from gigagrad.boxes import Box
 from gigagrad.errors import ConfigError, ImageError
-from gigagrad.execution import predicted_image
+from gigagrad.execution import predictions
 from gigagrad.images.views import ArrayImage
 
 TILE = (5, 8)
@@ -18,7 +18,7 @@ BOXES = (Box(0, 0, 1, 1), Box(3, 2, 12, 15), Box(4, 7, 5, 9), Box(-3, -2, 6, 30)
 @pytest.mark.parametrize("kept_bytes", [0, 2**20])
 def test_boxes_have_the_bits_of_the_whole(net, gate, pair, kept_bytes, monkeypatch):
     """Of one segment, and of two: behind a sum over the image."""
-    monkeypatch.setattr(predicted_image, "_KEPT_BYTES", kept_bytes)
+    monkeypatch.setattr(predictions, "_KEPT_BYTES", kept_bytes)
     for model in (net, gate):
         engine = gg.compile(model, tile=TILE)
         whole = engine.forward(pair.image)[0].numpy()

@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from gigagrad.images.bag import ArrayBag
-from gigagrad.prediction import Encoder, encoding, linear
-from gigagrad.prediction.linear import LinearByOneDnn, onednn_is_faster
+from gigagrad.prediction import Encoder, encoding
+from gigagrad.prediction.encoding import LinearByOneDnn, onednn_is_faster
 
 pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="PyTorch without oneDNN")
 
@@ -56,10 +56,10 @@ def test_other_numbers_and_layouts_stay_as_they_are(calls):
 ])  # fmt: skip
 def test_it_is_faster_where_mkl_takes_half_vectors(vendor, capability, faster, monkeypatch, tmp_path):
     (tmp_path / "cpuinfo").write_text(f"vendor_id\t: {vendor}\n")
-    monkeypatch.setattr(linear, "_CPUINFO", tmp_path / "cpuinfo")
+    monkeypatch.setattr(encoding, "_CPUINFO", tmp_path / "cpuinfo")
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
     assert onednn_is_faster.__wrapped__() is faster
-    monkeypatch.setattr(linear, "_CPUINFO", tmp_path / "none")
+    monkeypatch.setattr(encoding, "_CPUINFO", tmp_path / "none")
     assert onednn_is_faster.__wrapped__() is False
 
 

@@ -5,8 +5,8 @@ import json
 import pytest
 
 from gigagrad.errors import ConfigError
-from gigagrad.view import curves
-from gigagrad.view.curves import read_curves
+from gigagrad.view import plans
+from gigagrad.view.plans import read_curves
 
 
 def line(step, **values):
@@ -35,7 +35,7 @@ def test_a_run_that_begins_anew_is_read_anew(tmp_path):
 
 
 def test_a_long_file_comes_in_pieces(tmp_path, monkeypatch):
-    monkeypatch.setattr(curves, "_MOST_BYTES", 200)
+    monkeypatch.setattr(plans, "_MOST_BYTES", 200)
     metrics = tmp_path / "metrics.jsonl"
     metrics.write_text("".join(line(step, loss=1.0) for step in range(10)))
     found, start, more = [], 0, True

@@ -457,7 +457,7 @@ by the function in `commands` of the same name.
 SETTINGS: Final = {
     "fit": "gigagrad.config.fit:FitConfig",
     "predict": "gigagrad.config.predict:PredictConfig",
-    "embed": "gigagrad.config.embed:EmbedConfig",
+    "embed": "gigagrad.config.predict:EmbedConfig",
 }
 """Commands that also have a flag for each field of a class of settings (`_flags_of`)."""
 

@@ -13,8 +13,7 @@ from math import prod
 
 import torch
 
-from gigagrad.execution.ordered_sum import Joined, OrderedSum
-from gigagrad.execution.overlaps import Overlap
+from gigagrad.execution.ordered_sum import Joined, OrderedSum, Overlap
 from gigagrad.execution.prepared import Prepared, Shape
 from gigagrad.execution.scalars import Values
 from gigagrad.plans import Chunks, Segment, Tiles
@@ -144,7 +143,7 @@ class Comm:
 
 
 Part = tuple[Callable[[int], Iterable[torch.Tensor]], Callable[[int], Sequence[Shape]]]
-"""What this rank sends to another one, and the shapes of what that one sends, which are known beforehand."""
+"""A function that gives what this rank sends to another one, and one that gives the shapes of what that one sends."""
 
 
 def exchange(ranks: Ranks, parts: Sequence[Part]) -> list[dict[int, list[torch.Tensor]]]:

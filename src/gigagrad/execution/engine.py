@@ -23,10 +23,8 @@ from gigagrad.events import Events, Notice, StepMeasured, TileDone
 from gigagrad.execution.captures import Captures
 from gigagrad.execution.gradient_scale import MOST_OVERFLOWS, CotangentOverflow
 from gigagrad.execution.model_state import Left, check_independent, leave_state, stored_in
-from gigagrad.execution.placing import Sources
 from gigagrad.execution.planner import Planner
-from gigagrad.execution.predicted_image import PredictedImage
-from gigagrad.execution.predictions import Predictions, delivers_image
+from gigagrad.execution.predictions import PredictedImage, Predictions, delivers_image
 from gigagrad.execution.prepared import Prepared
 from gigagrad.execution.probes import whole_begun
 from gigagrad.execution.recorded import RecordedRun, RecordedStep
@@ -35,7 +33,7 @@ from gigagrad.execution.run import Run
 from gigagrad.execution.scalars import Values
 from gigagrad.execution.seeds import drawing, draws_of, seed_values
 from gigagrad.execution.sinks import Handed, Sink
-from gigagrad.execution.sources import Source, opened_sources
+from gigagrad.execution.sources import Source, Sources, opened_sources
 from gigagrad.execution.tracebacks import lets_go, stream_lets_go
 from gigagrad.execution.whole import NotAtOnce, WholeRun, filling, hooks_called
 from gigagrad.graphs import Captured, Graph, LossModule

@@ -21,8 +21,7 @@ import imagecodecs
 import torch
 
 from gigagrad.boxes import Box, Span, apart
-from gigagrad.execution.ordered_sum import OrderedSum
-from gigagrad.execution.overlaps import Overlap
+from gigagrad.execution.ordered_sum import OrderedSum, Overlap
 from gigagrad.execution.prepared import Prepared, Shape
 from gigagrad.execution.scalars import ScalarGraph, Values
 from gigagrad.files import write_error

@@ -17,9 +17,9 @@ from torch.utils._pytree import tree_unflatten
 from gigagrad.devices import Device
 from gigagrad.devices.device import Recording, Say
 from gigagrad.errors import GigagradError
-from gigagrad.execution.placing import Sources, empty_for, placed, reading, upload
 from gigagrad.execution.run import Run
 from gigagrad.execution.scalars import Values
+from gigagrad.execution.sources import Sources, empty_for, placed, reading, upload
 from gigagrad.graphs import Graph
 from gigagrad.threads import living
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final, final
 import numpy as np
 
 from gigagrad.errors import ImageError
-from gigagrad.images.closing import Closing
+from gigagrad.images.image import Closing
 from gigagrad.images.pixels import Array, Pixels
 
 if TYPE_CHECKING:

@@ -30,13 +30,13 @@ from numpy.typing import NDArray
 
 from gigagrad.errors import ImageError, extra
 from gigagrad.files import check_destination, replacing
-from gigagrad.images.hdf5 import own_dataset
 from gigagrad.images.image import Image
 from gigagrad.images.pixels import Array, in_our_words
 from gigagrad.units import format_bytes
 
 if TYPE_CHECKING:
     from gigagrad.images.slide_bag import SlideBag
+
 
 Corners = NDArray[np.int64]
 
@@ -279,3 +279,40 @@ def write_coordinates(path: str | Path, bag: SlideBag, *, overwrite: bool = Fals
     with replacing(path) as target:
         target.write(written.getbuffer())
     return path
+
+
+_BUILT_IN: Final = {1: "gzip", 2: "shuffle", 3: "fletcher32", 4: "szip", 5: "nbit", 6: "scaleoffset", 32000: "lzf"}
+"""Filters of HDF5 by number that need no plugin."""
+_LARGEST_CHUNK_BYTES: Final = 2**26
+
+
+def own_dataset(file: Any, name: str) -> Any:
+    """Return a data set of an open `h5py.File` that lies in the file itself. Raises `ImageError` for any other:
+    a file may name other files, and filters that HDF5 would load as plugins.
+
+    How much it claims to hold is for the caller to check.
+    """
+    import h5py
+
+    path = file.filename
+    if name not in file.keys():  # noqa: SIM118 - of a link that leads nowhere, `in file` says no
+        there = ", ".join(map(repr, list(file)[:5])) or "nothing"
+        raise ImageError(f"{path} has no {name}, but {there}; give a file of TRIDENT or CLAM that holds them")
+    if not isinstance(file.get(name, getlink=True), h5py.HardLink) or file.get(name, getclass=True) is not h5py.Dataset:
+        raise ImageError(f"{path} leads elsewhere for its {name}; give the file that holds them")
+    found = file[name]
+    if found.is_virtual or found.external:
+        raise ImageError(f"{path} keeps its {name} in other files; give the file that holds them")
+    plist = found.id.get_create_plist()
+    filters = [plist.get_filter(index)[0] for index in range(plist.get_nfilters())]
+    if unknown := [number for number in filters if number not in _BUILT_IN]:
+        raise ImageError(
+            f"{path} has {name} packed by the filter {unknown[0]}; expected {', '.join(_BUILT_IN.values())}, or none"
+        )
+    chunk_bytes = math.prod(found.chunks or ()) * found.dtype.itemsize
+    if chunk_bytes > _LARGEST_CHUNK_BYTES:
+        raise ImageError(
+            f"{path} has {name} of which {format_bytes(chunk_bytes)} are read at a time; expected chunks of at most "
+            f"{format_bytes(_LARGEST_CHUNK_BYTES)}"
+        )
+    return found

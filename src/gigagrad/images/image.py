@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 
 from gigagrad.boxes import Box
 from gigagrad.errors import ImageError, did_you_mean
-from gigagrad.images.closing import Closing
 from gigagrad.images.pixels import (
     LUMA_BT601,
     ROWS_AT_ONCE,
@@ -34,6 +33,8 @@ if TYPE_CHECKING:
 
     from gigagrad.images.georeference import Georeference
 
+from typing import Self
+
 _NODATA_BLOCK_PX = 512
 """Side of the blocks in which pixels are looked at for data."""
 _UM_SHOWN_IN_METRES = 1e4
@@ -41,6 +42,33 @@ _SEEN_BY_VIEWS = (
     *("dtype", "name", "fill", "mpp", "georeference", "bounds", "nodata", "channel_names"),
     *("cache_bytes", "thread_bytes", "decode_seconds"),
 )
+
+
+class Closing:
+    """Base of what is opened, read and closed: an image, a bag. `name` is how messages call it."""
+
+    name: str
+    _closed = False
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise ImageError(f"{self.name} is closed; open it again to read from it")
+
+    @final
+    def close(self) -> None:
+        """Release files and caches. Closing twice is fine; reading afterwards is an `ImageError`."""
+        if not self._closed:
+            self._closed = True
+            self._release()
+
+    def _release(self) -> None:
+        """Give back what the reader holds; called once."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
 
 class Image(Closing, ABC):

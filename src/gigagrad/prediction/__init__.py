@@ -1,8 +1,7 @@
 """Predict whole images without seams, export what other tools read, and score it."""
 
 from gigagrad.cohorts.records import SlideResult
-from gigagrad.config.embed import EmbedConfig
-from gigagrad.config.predict import PredictConfig
+from gigagrad.config.predict import EmbedConfig, PredictConfig
 from gigagrad.prediction.embed import Embedded, embed
 from gigagrad.prediction.encoding import Encoder
 from gigagrad.prediction.features import Features, features_of, open_features

@@ -20,7 +20,7 @@ from torch import nn
 
 from gigagrad.cohorts import Row, find_slides
 from gigagrad.cohorts.slides import rows_of, run_job
-from gigagrad.config.embed import EmbedConfig
+from gigagrad.config.predict import EmbedConfig
 from gigagrad.errors import ConfigError, GigagradError, ImageError, WriteError, extra
 from gigagrad.events import Events, Listener, Notice
 from gigagrad.files import content_digest

@@ -24,7 +24,7 @@ from gigagrad.errors import GigagradError, ImageError, WriteError, extra
 from gigagrad.events import Events
 from gigagrad.files import content_digest, read_torch, replacing
 from gigagrad.images.bag import Bag
-from gigagrad.images.hdf5 import own_dataset
+from gigagrad.images.coordinates import own_dataset
 from gigagrad.prediction.encoding import Encoder, read_tensor
 from gigagrad.ranks.ranks import as_bytes
 

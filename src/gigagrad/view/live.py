@@ -27,7 +27,7 @@ from gigagrad.config.predict import PredictConfig
 from gigagrad.errors import ConfigError, ModelError
 from gigagrad.events import Events, SlideBegun
 from gigagrad.execution import Engine
-from gigagrad.execution.predicted_image import PredictedImage
+from gigagrad.execution.predictions import PredictedImage
 from gigagrad.images import Image, InputView
 from gigagrad.images.image import View
 from gigagrad.images.pixels import Array

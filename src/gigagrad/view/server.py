@@ -27,10 +27,9 @@ from gigagrad.errors import ConfigError, GigagradError, extra
 from gigagrad.images.pixels import Array, TileCache
 from gigagrad.threads import SideThreads
 from gigagrad.view.catalog import Catalog
-from gigagrad.view.curves import read_curves
 from gigagrad.view.layers import LEFT
 from gigagrad.view.patches import Patches
-from gigagrad.view.plans import work_on, works_of
+from gigagrad.view.plans import read_curves, work_on, works_of
 from gigagrad.view.slides import Opened, Slides
 
 with extra("view"):

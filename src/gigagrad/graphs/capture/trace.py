@@ -1,7 +1,8 @@
 """Capture `loss(model(image), target)` as a `Graph`, at the image's true size, without touching its pixels.
 
 `torch.export` traces the model on fake tensors: shapes and dtypes without storage, so a gigapixel image costs nothing
-and the captured graph holds every value's true whole-image shape.
+and the captured graph holds every value's true whole-image shape. Of a bag, another number of patches is
+written into a traced program.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export import ExportedProgram
+from torch.fx import Node
 from torch.fx import traceback as fx_traceback
 
 from gigagrad.errors import CaptureError
@@ -31,11 +33,10 @@ from gigagrad.graphs.capture.explain import explained
 from gigagrad.graphs.capture.functional import functional
 from gigagrad.graphs.capture.guard import Guard
 from gigagrad.graphs.capture.loss_module import CLOSED, FakeCopy, LossModule
-from gigagrad.graphs.capture.numbers import program_record, write
 from gigagrad.graphs.capture.stand_ins import ids_of, modules_themselves, quietly, state_kept
 from gigagrad.graphs.capture.traversal import Traversal
 from gigagrad.graphs.graph import Graph, InputSpec, same_bits
-from gigagrad.graphs.sizes import CallRecorder, Lines, Record
+from gigagrad.graphs.sizes import CallRecorder, Lines, Record, Recorder, is_number
 from gigagrad.graphs.whole import WholeCost, count_whole
 
 assert ops.__all__, "importing the rules fills the registry"
@@ -320,3 +321,54 @@ def _autocast(home: torch.device, dtype: torch.dtype | None) -> AbstractContextM
 
 def _listed(specs: Specs | None) -> tuple[InputSpec, ...]:
     return () if specs is None else specs if isinstance(specs, tuple) else (specs,)
+
+
+def program_record(program: ExportedProgram) -> Record | None:
+    """Record a program's operators, arguments and shapes; None where it holds something that cannot be compared."""
+    places = {node: index for index, node in enumerate(program.graph.nodes)}
+    recorder = Recorder(lambda tensor: None)
+    for node in program.graph.nodes:
+        recorder.note(node.op, node.name, str(node.target))
+        recorder.note(*(_without_nodes(given, places) for given in (node.args, dict(node.kwargs))))
+        recorder.note(node.meta.get("val"))
+    recorder.note(repr(program.graph_signature), repr(program.call_spec.out_spec))
+    return recorder.record()
+
+
+def write(program: ExportedProgram, record: Record) -> None:
+    """Write the numbers of a record into a program, in place: its arguments and shapes are those of another size."""
+    numbers = map(int, record.numbers)
+    for node in program.graph.nodes:
+        args, kwargs = _written(node.args, numbers), _written(dict(node.kwargs), numbers)
+        if (args, kwargs) != (node.args, node.kwargs):
+            node.args, node.kwargs = args, kwargs
+        if "val" in node.meta:
+            node.meta["val"] = _written(node.meta["val"], numbers)
+    assert next(numbers, None) is None
+
+
+def _without_nodes(value: Any, places: dict[Node, int]) -> Any:
+    """Return a nest with the names of nodes in their places."""
+    if isinstance(value, Node):
+        return f"node {places[value]}"
+    if isinstance(value, list | tuple):
+        return [_without_nodes(item, places) for item in value]
+    if isinstance(value, dict):
+        return {name: _without_nodes(item, places) for name, item in value.items()}
+    return value
+
+
+def _written(value: Any, numbers: Iterator[int]) -> Any:
+    """Copy a nest with other numbers, in the order in which they were recorded."""
+    if is_number(value):
+        return type(value)(next(numbers))
+    if isinstance(value, list | tuple):
+        made = [_written(item, numbers) for item in value]
+        return made if isinstance(value, list) else tuple(made)
+    if isinstance(value, dict):
+        return {name: _written(item, numbers) for name, item in value.items()}
+    if isinstance(value, torch.Tensor):
+        shape, stride = ([next(numbers) for _ in range(value.ndim)] for _ in range(2))
+        next(numbers)
+        return torch.empty_strided(shape, stride, dtype=value.dtype, device="meta")
+    return value
