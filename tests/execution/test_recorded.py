@@ -199,11 +199,11 @@ def test_buffers_as_a_step_left_them_outlive_the_next_one() -> None:
         engine = gg.compile(model, F.mse_loss, device=device, tile=(16, 24), progress=False)
         for pair in images(4):
             engine.backward(*pair)
-            lefts.append(engine.left)
+            lefts.append(engine.leave_again)
         found = []
         for left in lefts:
             assert left is not None
-            left.again()
+            left()
             found += [buffer.clone() for buffer in model.buffers()]
         return found
 

@@ -22,7 +22,7 @@ from gigagrad.errors import ConfigError, ModelError
 from gigagrad.events import Events, Notice, StepMeasured, TileDone
 from gigagrad.execution.captures import Captures
 from gigagrad.execution.gradient_scale import MOST_OVERFLOWS, CotangentOverflow
-from gigagrad.execution.model_state import Left, check_independent, leave_state, stored_in
+from gigagrad.execution.model_state import check_independent, leave_state, leaving_again, stored_in
 from gigagrad.execution.planner import Planner
 from gigagrad.execution.predictions import PredictedImage, Predictions, delivers_image
 from gigagrad.execution.prepared import Prepared
@@ -109,8 +109,8 @@ class Engine:
         self._predicting: Engine | None = None
         """An engine of the same model without the loss, once it is asked for predictions."""
         self.last_run: StepMeasured | None = None
-        self.left: Left | None = None
-        """Buffers as the last `backward` left them, where it was computed in tiles."""
+        self.leave_again: Callable[[], None] | None = None
+        """Leaves buffers as the last `backward` did, from what they hold then, where it was computed in tiles."""
         self.overflows = 0
         """Number of times that cotangents in float16 have left its range; the next run begins with the scale that this
         asked for."""
@@ -405,7 +405,9 @@ class Engine:
         leave_state(self._composite, run.updates, captured)
         in_tiles = phase == "backward" and not prepared.plan.whole_pixels
         replayed = isinstance(run, RecordedRun)
-        self.left = Left(self._composite, captured, run.values, overwritten=replayed) if in_tiles else None
+        self.leave_again = None
+        if in_tiles:
+            self.leave_again = leaving_again(self._composite, captured, run.values, overwritten=replayed)
         return run, prepared.graph
 
     def _in_tiles(
@@ -460,7 +462,7 @@ class Engine:
         self._planner.finished(prepared, None)
         if captured.effects or captured.left_out:
             captured.guard.renew()  # the model itself ran: whatever that left is what the next one finds
-        self.left = None
+        self.leave_again = None
 
     @contextmanager
     def _measured(

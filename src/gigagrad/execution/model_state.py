@@ -67,29 +67,30 @@ def leave_state(composite: LossModule, updates: Mapping[str, torch.Tensor], capt
     captured.leave_effects()
 
 
-class Left:
-    """The buffers that a run wrote, to be written again where these hold something else meanwhile. `values` by node.
+def leaving_again(
+    composite: LossModule, captured: Captured, values: Values, *, overwritten: bool = False
+) -> Callable[[], None]:
+    """Return a function that writes the buffers which a run wrote as if the run took place then: `values` of it by
+    node, which are `overwritten` by the next run, so that copies are needed, or not.
 
-    The model must have passed `check_independent`. `overwritten`: by the next run, so that copies are needed.
+    The model must have passed `check_independent`.
     """
+    graph = captured.graph
+    later, written, needed = _behind(graph)
+    known = {i: values[i].detach() for i in needed if i in values}  # of dependent models some are gone
+    if overwritten:
+        known = {i: value.clone() for i, value in known.items()}
 
-    def __init__(self, composite: LossModule, captured: Captured, values: Values, *, overwritten: bool = False) -> None:
-        self._composite, self._captured = composite, captured
-        graph = captured.graph
-        self._later, self._written, needed = _behind(graph)
-        found = {i: values[i].detach() for i in needed if i in values}  # of dependent models some are gone
-        self._values = {i: value.clone() for i, value in found.items()} if overwritten else found
-
-    def again(self) -> None:
-        """Write the buffers as if the run took place now."""
-        graph, values = self._captured.graph, dict(self._values)
-        device = next((value.device for value in values.values()), torch.device("cpu"))
-        stored = stored_in(self._composite, graph)
-        values |= {i: stored(graph[i].arguments["name"]).to(device) for i in self._written}
+    def leave() -> None:
+        device = next((value.device for value in known.values()), _HOST)
+        stored = stored_in(composite, graph)
+        found = known | {i: stored(graph[i].arguments["name"]).to(device) for i in written}
         with torch.no_grad():
-            for i in self._later:
-                values[i] = evaluated(graph, i, values, device)
-            leave_state(self._composite, {name: values[i] for name, i in graph.updates.items()}, self._captured)
+            for i in later:
+                found[i] = evaluated(graph, i, found, device)
+            leave_state(composite, {name: found[i] for name, i in graph.updates.items()}, captured)
+
+    return leave
 
 
 def check_independent(captured: Captured) -> None:

@@ -189,26 +189,24 @@ class Several(Sink):
                         if (error := ready.get()) is not None:
                             raise error
             except BaseException:
-                _hand_out(_Ended, given)
+                _hand_out(GeneratorExit(), given)
                 raise
             _hand_out(None, given)
             return tuple(task.result() for task in tasks)
 
 
-class _Ended(BaseException):
-    """Raised in sinks whose run is over before its end."""
-
-
-def _hand_out(piece: Piece | type[_Ended] | None, given: Iterable[SimpleQueue[Any]]) -> None:
+def _hand_out(piece: Piece | GeneratorExit | None, given: Iterable[SimpleQueue[Any]]) -> None:
     for inbox in given:
         inbox.put(piece)
 
 
 def _each(inbox: SimpleQueue[Any], ready: SimpleQueue[BaseException | None]) -> Iterator[Piece]:
-    """Yield what comes in until None does, saying `ready` after each piece."""
+    """Yield what comes in until None does, saying `ready` after each piece. Raises GeneratorExit where the run is over
+    before its end.
+    """
     while (piece := inbox.get()) is not None:
-        if piece is _Ended:
-            raise _Ended
+        if isinstance(piece, GeneratorExit):
+            raise piece
         yield piece
         ready.put(None)
 

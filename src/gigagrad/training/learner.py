@@ -22,7 +22,6 @@ from gigagrad.config.fit import FitConfig
 from gigagrad.errors import ConfigError, ModelError, did_you_mean
 from gigagrad.execution.compiling import compile as compile_engine
 from gigagrad.execution.engine import Engine
-from gigagrad.execution.model_state import Left
 from gigagrad.images import Image
 from gigagrad.images.bag import Bag
 from gigagrad.losses import Loss
@@ -319,7 +318,11 @@ class Learner:
         self._begin()
         learned = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         owners = assign(pixels, self._data.count)
-        tree, found, left = GradientTree(learned, len(slides)), dict[int, dict[str, float]](), dict[int, Left]()
+        tree, found, left = (
+            GradientTree(learned, len(slides)),
+            dict[int, dict[str, float]](),
+            dict[int, Callable[[], None]](),
+        )
         before = [buffer.clone() for buffer in self.model.buffers()] if self._data.count > 1 else []
         for slide, (opened, owner) in enumerate(zip(slides, owners, strict=True)):
             if owner != self._data.index:
@@ -331,8 +334,8 @@ class Learner:
             tree.add(slide, [parameter.grad for parameter in learned])
             self.model.zero_grad(set_to_none=True)
             found[slide] = {"loss": loss, **self._measured()}
-            assert self.engine.left is not None
-            left[slide] = self.engine.left
+            assert self.engine.leave_again is not None
+            left[slide] = self.engine.leave_again
             done(len(found), loss)
         for parameter, gradient in zip(learned, tree.total(self._data), strict=True):
             parameter.grad = gradient

@@ -31,7 +31,6 @@ from gigagrad.config.fit import FitConfig
 from gigagrad.errors import ConfigError
 from gigagrad.execution.comm import gathered
 from gigagrad.execution.engine import Engine
-from gigagrad.execution.model_state import Left
 from gigagrad.files import write_error
 from gigagrad.plans import Plan
 from gigagrad.plans.partition import share_of
@@ -122,13 +121,15 @@ class GradientTree:
         self._held[level, place] = gradients
 
 
-def leave_in_order(model: nn.Module, left: Mapping[int, Left], owners: Sequence[int], ranks: Ranks) -> None:
+def leave_in_order(
+    model: nn.Module, left: Mapping[int, Callable[[], None]], owners: Sequence[int], ranks: Ranks
+) -> None:
     """Leave in the buffers what the runs of a step's slides leave there, one after the other: `left` by the slides of
     this rank, the buffers being as before the step on every rank.
     """
     for slide, owner in enumerate(owners):
         if owner == ranks.index:
-            left[slide].again()
+            left[slide]()
         last = slide + 1 == len(owners)
         takers = ranks.others if last else {owners[slide + 1]} - {owner}
         if not takers:
