@@ -7,7 +7,7 @@ whoever gets them adds, in the order of chunks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 
@@ -82,8 +82,8 @@ class Comm:
 
     def _exchanged(self, step: Exchange, result: PassResult) -> list[Values]:
         of_both = ((result.gradients, step.gradients), (result.reduced, step.reductions))
-        sums = [None if some is None else self._sums(result.step, some, how, step.chunks) for some, how in of_both]
-        there, own = [one for one in sums if one is not None], self._ranks.index
+        sums = [self._sums(result.step, some, how, step.chunks) for some, how in of_both]
+        own = self._ranks.index
 
         def between(sender: int, receiver: int) -> list[Transfer]:
             return [one for one in step.transfers if (one.sender, one.receiver) == (sender, receiver)]
@@ -98,9 +98,8 @@ class Comm:
             return [(stores[one.node].crop_shape(one.box), stores[one.node].dtype) for one in moved]
 
         boxes: Part = (lambda receiver: map(crop, between(own, receiver)), coming)
-        *of_sums, of_boxes = exchange(self._ranks, [*((one.sent, one.coming) for one in there), boxes])
-        for one, came in zip(there, of_sums, strict=True):
-            one.take(came)
+        *of_sums, of_boxes = exchange(self._ranks, [*(part for part, _ in sums), boxes])
+        totals = [total(came) for (_, total), came in zip(sums, of_sums, strict=True)]
         crops = [pair for rank, came in of_boxes.items() for pair in zip(between(rank, own), came, strict=True)]
         for moved, came_crop in crops:
             if moved.chunk is None:
@@ -112,7 +111,7 @@ class Comm:
                 result.stores[moved.node].add(moved.box, came_crop)
         for store in result.stores.values():
             store.flush()
-        return [{} if one is None else one.total for one in sums]
+        return totals
 
     def gather(self, step: Gather, values: Sequence[Values]) -> None:
         """Put together, in place, what each rank has a share of."""
@@ -135,11 +134,61 @@ class Comm:
         """Say whether every rank has all of a sum of gradients."""
         return node not in self._late
 
-    def _sums(self, step: Tiles, sums: OrderedSum, how: Sum, chunks: Sequence[Sequence[int]]) -> Sums:
-        own = sums.joined(behind(*self.own(step))) if how.all else []
-        total = OrderedSum(self._dtype, self._prepared.bound(step.segment).merges)
-        others = chunks if how.all else [()] * self._ranks.count
-        return Sums(self._ranks, own, others, self.shapes(how.all), how.shared, total, self._device)
+    def _sums(
+        self, step: Tiles, sums: OrderedSum | None, how: Sum, chunks: Sequence[Sequence[int]]
+    ) -> tuple[Part, Callable[[Mapping[int, Sequence[torch.Tensor]]], Values]]:
+        """Return what ranks send of the sums of one pass; and a function that makes of what came those of all chunks:
+        whole, or of what is shared out this rank's share, flat. `chunks`: of each sum that ranks have, one chunk.
+        """
+        if sums is None or not how.all:
+            return (lambda receiver: (), lambda sender: ()), lambda came: {}
+        shapes, shared = self.shapes(how.all), frozenset(how.shared)
+        rank, count = self._ranks.index, self._ranks.count
+
+        def flat(key: int, value: torch.Tensor) -> torch.Tensor:
+            assert (tuple(value.shape), value.dtype) == shapes[key], key
+            return value.contiguous().view(-1) if key in shared else value
+
+        def share(key: int, value: torch.Tensor, of: int) -> torch.Tensor:
+            return value[share_of(len(value), of, count)] if key in shared else value
+
+        joined = sums.joined(behind(*self.own(step)))
+        own = [(chunk, {key: flat(key, values.pop(key)) for key in tuple(values)}) for chunk, values in joined]
+
+        def sent(receiver: int) -> Iterator[torch.Tensor]:
+            """Yield of each sum the chunk, for each node whether there is one, and all of them, zeros for none."""
+            for chunk, values in own:
+                yield torch.tensor([chunk, *(key in values for key in shapes)])
+                for key, (shape, dtype) in shapes.items():
+                    value = values.get(key)
+                    yield share(key, flat(key, torch.zeros(shape, dtype=dtype)) if value is None else value, receiver)
+
+        def coming(sender: int) -> list[Shape]:
+            one: list[Shape] = [((1 + len(shapes),), torch.int64)]
+            for key, (shape, dtype) in shapes.items():
+                one.append(((_length(share_of(prod(shape), rank, count)),) if key in shared else shape, dtype))
+            return one * len(chunks[sender])
+
+        def opened(tensors: Sequence[torch.Tensor]) -> Iterator[Joined]:
+            for start in range(0, len(tensors), 1 + len(shapes)):
+                chunk, *there = tensors[start].tolist()
+                values = zip(shapes, there, tensors[start + 1 :], strict=False)
+                own_copy = {
+                    key: value.to(self._device, copy=key not in shared) for key, known, value in values if known
+                }
+                yield chunk, own_copy
+
+        def total(came: Mapping[int, Sequence[torch.Tensor]]) -> Values:
+            of_all = OrderedSum(self._dtype, self._prepared.bound(step.segment).merges)
+            for other in range(count):
+                if other in came:
+                    of_all.append(opened(came[other]))
+                else:
+                    mine = ((chunk, {i: share(i, values.pop(i), rank) for i in tuple(values)}) for chunk, values in own)
+                    of_all.append(mine)
+            return of_all.total()
+
+        return (sent, coming), total
 
 
 Part = tuple[Callable[[int], Iterable[torch.Tensor]], Callable[[int], Sequence[Shape]]]
@@ -187,73 +236,6 @@ def gathered(ranks: Ranks, shares: Values, shapes: Mapping[int, Shape], device: 
             of_others = {rank: tensors[place].to(device) for rank, tensors in came.items()} | {ranks.index: shares[i]}
             whole[i] = torch.cat([of_others[rank] for rank in range(ranks.count)]).view(shape)
     return whole
-
-
-class Sums:
-    """The sums of one pass; once taken, `total` has those of all chunks: whole, or of what is `cut` this rank's share,
-    flat.
-    """
-
-    def __init__(
-        self,
-        ranks: Ranks,
-        own: Sequence[Joined],
-        chunks: Sequence[Sequence[int]],
-        shapes: Mapping[int, Shape],
-        cut: Collection[int],
-        empty: OrderedSum,
-        device: torch.device,
-    ) -> None:
-        """Set what this rank has, `own`; `chunks`: of each sum that ranks have, one chunk, by rank; `shapes`: of a
-        whole sum, by node; `empty`: where all are joined.
-        """
-        self._rank, self._count = ranks.index, ranks.count
-        self._chunks, self._shapes, self._cut, self._empty, self._device = chunks, shapes, cut, empty, device
-        self._own = [(chunk, {key: self._flat(key, values.pop(key)) for key in tuple(values)}) for chunk, values in own]
-        self.total: Values = {}
-
-    def sent(self, receiver: int) -> Iterator[torch.Tensor]:
-        """Yield of each sum the chunk, for each node whether there is one, and all of them, zeros for none."""
-        for chunk, values in self._own:
-            yield torch.tensor([chunk, *(key in values for key in self._shapes)])
-            for key, (shape, dtype) in self._shapes.items():
-                value = values.get(key)
-                if value is None:
-                    value = self._flat(key, torch.zeros(shape, dtype=dtype))
-                yield self._share(key, value, receiver)
-
-    def coming(self, sender: int) -> list[Shape]:
-        one: list[Shape] = [((1 + len(self._shapes),), torch.int64)]
-        for key, (shape, dtype) in self._shapes.items():
-            one.append(
-                ((_length(share_of(prod(shape), self._rank, self._count)),) if key in self._cut else shape, dtype)
-            )
-        return one * len(self._chunks[sender])
-
-    def take(self, came: Mapping[int, Sequence[torch.Tensor]]) -> None:
-        for rank in range(self._count):
-            self._empty.append(self._opened(came[rank]) if rank in came else self._mine())
-        self.total = self._empty.total()
-
-    def _mine(self) -> Iterator[Joined]:
-        for chunk, values in self._own:
-            yield chunk, {key: self._share(key, values.pop(key), self._rank) for key in tuple(values)}
-
-    def _opened(self, tensors: Sequence[torch.Tensor]) -> Iterator[Joined]:
-        for start in range(0, len(tensors), 1 + len(self._shapes)):
-            chunk, *there = tensors[start].tolist()
-            values = zip(self._shapes, there, tensors[start + 1 :], strict=False)
-            yield (
-                chunk,
-                {key: value.to(self._device, copy=key not in self._cut) for key, is_there, value in values if is_there},
-            )
-
-    def _flat(self, key: int, value: torch.Tensor) -> torch.Tensor:
-        assert (tuple(value.shape), value.dtype) == self._shapes[key], key
-        return value.contiguous().view(-1) if key in self._cut else value
-
-    def _share(self, key: int, value: torch.Tensor, rank: int) -> torch.Tensor:
-        return value[share_of(len(value), rank, self._count)] if key in self._cut else value
 
 
 def _length(share: slice) -> int:
