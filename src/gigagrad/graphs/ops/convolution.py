@@ -23,6 +23,7 @@ from gigagrad.graphs.op_rules import Bound, Call, NotTileable, Site, Whole, aten
 from gigagrad.graphs.ops import few_channels
 from gigagrad.graphs.ops.windows import (
     GROUPED,
+    OfWeight,
     WindowRule,
     filled,
     padded_groups_bytes,
@@ -30,7 +31,6 @@ from gigagrad.graphs.ops.windows import (
     reordered_bytes,
     trim,
 )
-from gigagrad.work import Work
 
 _ONEDNN: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
 _SMALL_CROP = 20480
@@ -135,10 +135,9 @@ class _BackwardOnly(torch.autograd.Function):
         return (*found, None, None)
 
 
-class Convolution(WindowRule):
+class Convolution(OfWeight, WindowRule):
     """2-D convolution: stride, dilation, groups, asymmetric padding and the `'same'` / `'valid'` forms."""
 
-    backward_without_output = True
     compiled = True
     errors_reach_weight = True
 
@@ -179,18 +178,12 @@ class Convolution(WindowRule):
             return float(2 * pixels * prod(weight[2:]) * filled(weight[0]))
         return float(2 * pixels * groups * prod(weight[1:]) * filled(weight[0] // groups))
 
-    def work_of(self, call: Call) -> Work:
-        return Work.of_convolution(call.operands[1].shape, call["groups"])
-
-    def weight_work_of(self, call: Call) -> Work:
-        return Work.of_convolution(call.operands[1].shape, call["groups"], of_weight=True)
-
     def contiguous_only(self, call: Call) -> bool:
         """Return True in double precision; and in bfloat16 with dilation, where oneDNN's gradient can end the process
         (24 channels in, PyTorch 2.13: a segmentation fault).
         """
         dilated = max(pair(call["dilation"])) > 1
-        return call.node.dtype == torch.float64 or (call.node.dtype == torch.bfloat16 and dilated)
+        return super().contiguous_only(call) or (call.node.dtype == torch.bfloat16 and dilated)
 
     def workspace_bytes(self, call: Call, out_pixels: int, operands: tuple[tuple[Span, Span] | None, ...]) -> int:
         inside = operands[0]

@@ -30,7 +30,7 @@ from gigagrad.graphs.op_rules import (
     register,
 )
 from gigagrad.graphs.ops.resampling import RESIZING
-from gigagrad.graphs.ops.windows import filled
+from gigagrad.graphs.ops.windows import OfWeight, filled
 from gigagrad.work import Work
 
 Check = Callable[[Call, int], None]
@@ -105,19 +105,8 @@ class Each(Pointwise):
         return lookup(call.node.operator).work
 
 
-class EachConvolution(Each):
+class EachConvolution(OfWeight, Each):
     """Convolutions of patches."""
-
-    compiled = True
-
-    def work_of(self, call: Call) -> Work:
-        return Work.of_convolution(call.operands[1].shape, call["groups"])
-
-    def weight_work_of(self, call: Call) -> Work:
-        return Work.of_convolution(call.operands[1].shape, call["groups"], of_weight=True)
-
-    def contiguous_only(self, call: Call) -> bool:
-        return call.node.dtype == torch.float64
 
     def workspace_bytes(self, call: Call, out_pixels: int, operands: tuple[tuple[Span, Span] | None, ...]) -> int:
         """Count unfolded windows in double precision; else what the library reorders."""

@@ -23,6 +23,7 @@ from gigagrad.graphs.op_rules import Bound, Call, Site, aten, register
 from gigagrad.graphs.ops import few_channels
 from gigagrad.graphs.ops.windows import (
     GROUPED,
+    OfWeight,
     Window,
     WindowRule,
     filled,
@@ -30,7 +31,6 @@ from gigagrad.graphs.ops.windows import (
     reordered_bytes,
     trim,
 )
-from gigagrad.work import Work
 
 _BLOCK_CHANNELS = 8
 _BLOCK_STRIDE = 4
@@ -61,10 +61,8 @@ class _Cut:
         return cls(trim, back, crop, max(0, out.length - (last - first - 2 * trim + back - crop)))
 
 
-class TransposedConvolution(WindowRule):
+class TransposedConvolution(OfWeight, WindowRule):
     """2-D transposed convolution: stride, dilation, groups, padding and output padding."""
-
-    compiled = True
 
     def reading(self, call: Call, axis: int) -> Callable[[Span], Span]:
         return self.window(call, axis).writers
@@ -75,15 +73,6 @@ class TransposedConvolution(WindowRule):
         pixels = prod(field.shape) // field.shape[1]
         out = weight[1] if self.suits_blocks(call) else filled(weight[1])
         return 2.0 * pixels * weight[0] * out * prod(weight[2:])
-
-    def work_of(self, call: Call) -> Work:
-        return Work.of_convolution(call.operands[1].shape, call["groups"])
-
-    def weight_work_of(self, call: Call) -> Work:
-        return Work.of_convolution(call.operands[1].shape, call["groups"], of_weight=True)
-
-    def contiguous_only(self, call: Call) -> bool:
-        return call.node.dtype == torch.float64
 
     def workspace_bytes(self, call: Call, out_pixels: int, operands: tuple[tuple[Span, Span] | None, ...]) -> int:
         return reordered_bytes(call, out_pixels, operands)

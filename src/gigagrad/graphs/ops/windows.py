@@ -143,6 +143,21 @@ class WindowRule(OpRule):
         return self._missing(call, axis, out, operands[0])
 
 
+class OfWeight(OpRule):
+    """Part of the rules of convolutions, of images and of patches: their weight says what kind of work they are."""
+
+    compiled = True
+
+    def work_of(self, call: Call) -> Work:
+        return Work.of_convolution(call.operands[1].shape, call["groups"])
+
+    def weight_work_of(self, call: Call) -> Work:
+        return Work.of_convolution(call.operands[1].shape, call["groups"], of_weight=True)
+
+    def contiguous_only(self, call: Call) -> bool:
+        return call.node.dtype == torch.float64
+
+
 def filled(channels: int) -> int:
     """Count channels as kernels compute them: in vectors, the last one filled up."""
     return -(-channels // LANES) * LANES
