@@ -21,7 +21,7 @@ from gigagrad.execution.sources import Source, read_ahead
 from gigagrad.execution.staging import StagedStore, Staging
 from gigagrad.execution.tile_program import TileInputs
 from gigagrad.graphs import SCATTER
-from gigagrad.graphs.crops import batched
+from gigagrad.graphs.crops import batched, box_view
 from gigagrad.plans import EXACT, Segment, TileGeometry
 from gigagrad.plans.program import Buffer, Key
 from gigagrad.stores import FieldSpec, OpenTier, Quantised, RoundedStore, Rounding, Store, Strips, Windows, crop_shape
@@ -227,9 +227,7 @@ class Buffers:
             return self._sources[node.arguments["name"]].view(box)
         if node.op == SCATTER:
             view = self._scalars.values[node.operands[0]].detach().reshape(node.stored_shape)
-            for axis, span in zip(node.stored_axes, (box.y, box.x), strict=True):
-                view = view.narrow(axis, span.start, span.length)
-            return view
+            return box_view(view, node.stored_axes, box, Box.whole(node.size(0), node.size(1)))
         return self.kept[node_id].read(box)
 
     def whole(self, field: int) -> torch.Tensor:

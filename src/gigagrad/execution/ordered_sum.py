@@ -14,7 +14,7 @@ import torch
 from gigagrad.boxes import Box, without
 from gigagrad.execution.scalars import Values, add
 from gigagrad.graphs import Merge
-from gigagrad.graphs.crops import crop_view
+from gigagrad.graphs.crops import box_view
 from gigagrad.plans.chunks import Boundary, Chunks, ReductionTree
 from gigagrad.stores import Store
 
@@ -158,7 +158,7 @@ class Overlap:
             if self._is_past(waiting, box):
                 self._give(waiting)
         for piece, which in self._boundary.split(box):
-            share = crop_view(crop, axes, (piece.y0 - box.y0, piece.x0 - box.x0), piece.shape)
+            share = box_view(crop, axes, piece, box)
             if which is None:
                 self._store.add(piece, share)
             else:
@@ -204,5 +204,5 @@ class Overlap:
 
 
 def _view(summed: BoxSum, box: Box, axes: tuple[int, int]) -> torch.Tensor:
-    (y, x), (whole, sums) = axes, summed
-    return sums.narrow(y, box.y0 - whole.y0, box.height).narrow(x, box.x0 - whole.x0, box.width)
+    whole, sums = summed
+    return box_view(sums, axes, box, whole)

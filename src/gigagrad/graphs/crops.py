@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from gigagrad.boxes import Box
 from gigagrad.graphs.graph import Axes, Node
 
 Frame = tuple[tuple[int, int], tuple[int, int]]
@@ -45,6 +46,12 @@ def crop_view(crop: torch.Tensor, axes: Axes, starts: Sequence[int], size: Seque
     """Take `size` pixels from `starts` on, along the spatial axes: a view, the crop itself where that is all of it."""
     view = bound_view(axes, starts, size, [crop.shape[axis] for axis in axes])
     return crop if view is None else view(crop)
+
+
+def box_view(crop: torch.Tensor, axes: Axes, box: Box, of: Box) -> torch.Tensor:
+    """Return a view of a box in a crop on another one that holds it, outside of autograd."""
+    y, x = axes
+    return crop.narrow(y, box.y0 - of.y0, box.height).narrow(x, box.x0 - of.x0, box.width)
 
 
 def pad(crop: torch.Tensor, axes: Axes, frame: Frame, value: float = 0.0) -> torch.Tensor:

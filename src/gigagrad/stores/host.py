@@ -16,7 +16,7 @@ from gigagrad.boxes import Box, Span
 from gigagrad.devices import Machine
 from gigagrad.devices.buffer_pool import BufferPool
 from gigagrad.files import HOST
-from gigagrad.graphs.crops import crop_view, strides
+from gigagrad.graphs.crops import box_view, strides
 from gigagrad.stores.store import FieldSpec, OpenTier, Size, Store, Tier
 
 
@@ -54,8 +54,7 @@ class HostStore(Store):
     def _view(self, box: Box) -> torch.Tensor:
         if box == self._whole:
             return self._tensor
-        y, x = self.axes
-        return self._tensor.narrow(y, box.y0, box.height).narrow(x, box.x0, box.width)
+        return box_view(self._tensor, self.axes, box, self._whole)
 
     def read(self, box: Box) -> torch.Tensor:
         with self._reaching:
@@ -79,7 +78,7 @@ class HostStore(Store):
                 if y.empty:
                     continue
                 share = Box.of(y, x)
-                own = crop_view(crop, self.axes, (y.start - box.y0, x.start - box.x0), share.shape)
+                own = box_view(crop, self.axes, share, box)
                 if adds:
                     self._view(share).add_(own.to(self._tensor.device))
                 else:

@@ -19,7 +19,7 @@ import torch
 from gigagrad.boxes import Box
 from gigagrad.devices import Machine
 from gigagrad.errors import ConfigError
-from gigagrad.graphs.crops import crop_view
+from gigagrad.graphs.crops import box_view
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,20 +110,20 @@ class Windows(Store):
         assert sum(share.area for share, _ in crops) == box.area, f"{box} is not all held here"
         if len(crops) == 1:
             return crops[0][1]
-        (y, x), shape = self.axes, self.crop_shape(box)
         first = crops[0][1] if crops else torch.empty(0, dtype=self.dtype)
+        shape = self.crop_shape(box)
         whole = torch.empty(shape, dtype=first.dtype, device=first.device, memory_format=self._layout)
         for share, crop in crops:
-            whole.narrow(y, share.y0 - box.y0, share.height).narrow(x, share.x0 - box.x0, share.width).copy_(crop)
+            box_view(whole, self.axes, share, box).copy_(crop)
         return whole
 
     def write(self, box: Box, crop: torch.Tensor) -> None:
         for share, own, store in self._met(box):
-            store.write(own, crop_view(crop, self.axes, (share.y0 - box.y0, share.x0 - box.x0), share.shape))
+            store.write(own, box_view(crop, self.axes, share, box))
 
     def add(self, box: Box, crop: torch.Tensor) -> None:
         for share, own, store in self._met(box):
-            store.add(own, crop_view(crop, self.axes, (share.y0 - box.y0, share.x0 - box.x0), share.shape))
+            store.add(own, box_view(crop, self.axes, share, box))
 
     def flush(self) -> None:
         for _, store in self._windows:
