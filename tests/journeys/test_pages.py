@@ -23,7 +23,7 @@ from torch.utils.data import DistributedSampler
 import gigagrad as gg
 from gigagrad.cli import main
 from gigagrad.images import make_cohort
-from gigagrad.view import frame
+from gigagrad.view import serving
 from tests.pages import DOCS, blocks, play
 from tests.ranks.started import variables_of
 
@@ -349,8 +349,8 @@ def test_what_is_looked_at(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     try:
         assert play("how-to/notebook.md")["frame"].address
     finally:
-        while frame._served:
-            frame._served.popleft().close()
+        while serving._served:
+            serving._served.popleft().close()
     play("how-to/report.md")
     assert "CMU-1" in Path("report.html").read_text()
 

@@ -13,7 +13,7 @@ import pytest
 from gigagrad.boxes import Box
 from gigagrad.errors import ConfigError
 from gigagrad.images import open_image
-from gigagrad.view import Frame, frame, serving
+from gigagrad.view import Frame, serving
 from gigagrad.view.page import read_page
 from gigagrad.view.slides import Opened
 from tests.view.browser import PROGRAM, Browser
@@ -78,7 +78,7 @@ def test_closed_it_shows_the_picture_and_leaves_no_thread(shown):
 
 
 def test_of_many_frames_the_first_are_closed(page, jpeg_slide, monkeypatch):
-    monkeypatch.setattr(frame, "_MOST", 1)
+    monkeypatch.setattr(serving, "_MOST", 1)
     first, second = Frame(jpeg_slide), Frame(jpeg_slide)
     assert (first.address, bool(second.address)) == ("", True)
     second.close()

@@ -1,4 +1,4 @@
-"""Serve the page until it is stopped, and say where it is."""
+"""Serve the page until it is stopped, and say where it is; in a notebook in a frame, by a thread of its process."""
 
 from __future__ import annotations
 
@@ -24,6 +24,13 @@ if TYPE_CHECKING:
 
     from gigagrad.execution import Engine
     from gigagrad.view.live import Live
+
+import html
+from collections import deque
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from gigagrad.execution import Engine
 
 _MOST_CLIENTS: Final = 256
 _WAITING: Final = 3
@@ -196,3 +203,64 @@ def _listening(host: str, port: int) -> Iterator[socket.socket]:
 
 def _shown(host: str) -> str:
     return f"[{host}]" if ":" in host else "127.0.0.1" if host == "0.0.0.0" else host  # noqa: S104 - shown, not bound
+
+
+_MOST: Final = 8
+"""Frames of a process that are served; of more, the first are closed."""
+_served: deque[Frame] = deque()
+
+
+class Frame:
+    """A view of slides in the cell of a notebook: of files and folders, or of images that are open.
+
+    Where no server can be started (the extra `view` or the built page is missing) or reached (the notebook's process
+    has ended, or runs on another machine), the cell shows a picture of the first slide, and `why` says what is missing.
+    """
+
+    def __init__(
+        self,
+        *sources: Viewed,
+        masks: Sequence[str | Path] = (),
+        predictions: str | Path | None = None,
+        model: str | Path | Engine | None = None,
+        classes: Sequence[str] = (),
+        height_px: int = 600,
+        **settings: Any,
+    ) -> None:
+        """Take what `view` takes, and the height of the frame. Raises `ConfigError` and `ModelError` as it does."""
+        self._catalog = catalog_of(sources, masks, predictions, classes)
+        self.address, self.why, self._height_px = "", "", height_px
+        live = networks(self._catalog, model, {"classes": classes, **settings}, lambda line: None)
+        with contextlib.ExitStack() as stack:
+            try:
+                serving = ready(self._catalog, Slides(self._catalog.items, live), framed=True)
+                run, stop, self.address = stack.enter_context(serving)
+            except ConfigError as error:
+                self.why = str(error)
+                return
+            thread = threading.Thread(target=run, daemon=True)
+            stack.callback(thread.join)
+            stack.callback(stop)
+            thread.start()
+            self._open = stack.pop_all()
+        _served.append(self)
+        while len(_served) > _MOST:
+            _served.popleft().close()
+
+    def close(self) -> None:
+        """End the server and close all files; the cell goes on to show the picture."""
+        if self.address:
+            self.address = ""
+            self._open.close()
+
+    def _repr_html_(self) -> str:
+        why = f"<p>{html.escape(self.why)}</p>" if self.why else ""
+        picture = ""
+        for item in self._catalog.items[:1]:
+            with contextlib.suppress(GigagradError, OSError), item.open() as slide:
+                picture = slide._repr_html_()
+        if not self.address:
+            return picture + why
+        # What is inside is shown where the address cannot be reached.
+        style = f"width:100%;height:{self._height_px}px;border:0"
+        return f'<object type="text/html" data="{self.address}" style="{style}" aria-label="Slides">{picture}</object>'
