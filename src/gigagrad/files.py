@@ -57,10 +57,13 @@ def read_at(file: io.FileIO, target: memoryview, position: int) -> int:
 
 def bytes_at(file: io.FileIO, count: int, position: int) -> bytes:
     """Read so many bytes from a position on; fewer only where the file ends."""
-    data, there = memoryview(bytearray(count)), 0
-    while there < count and (more := read_at(file, data[there:], position + there)):
-        there += more
-    return bytes(data[:there])
+    data = os.pread(file.fileno(), count, position) if hasattr(os, "pread") else b""
+    while len(data) < count:
+        rest = memoryview(bytearray(count - len(data)))
+        if not (more := read_at(file, rest, position + len(data))):
+            break
+        data += rest[:more]
+    return data
 
 
 def write_at(file: io.FileIO, data: memoryview, position: int) -> int:

@@ -218,18 +218,20 @@ def side_by_side(work: Callable[[Item], object], items: Sequence[Item]) -> None:
             work(item)
         return
     queue, count, lent = pool
-    errors: list[BaseException] = []
+    left, errors = deque(items), list[BaseException]()
 
-    def unless_failed(item: Item) -> None:
-        if not errors:
-            try:
-                work(item)
-            except BaseException as error:
-                errors.append(error)
+    def take_turns() -> None:
+        while left and not errors:
+            with suppress(IndexError):  # another thread has taken the last one
+                item = left.popleft()
+                try:
+                    work(item)
+                except BaseException as error:
+                    errors.append(error)
 
-    tasks = [Task(partial(unless_failed, item)) for item in items]
+    tasks = [Task(take_turns) for _ in range(min(count, len(items)))]
     lent.extend(tasks)
-    for _ in tasks[1:count]:
+    for _ in tasks[1:]:
         queue.put(_WAKE)
     with suppress(IndexError):
         while not tasks[-1].begun():  # what others have lent before comes first

@@ -66,8 +66,8 @@ def test_tiles_of_jpeg_lie_where_they_are_decoded_fastest(jpeg_slide: Path) -> N
 
 def test_a_system_may_give_fewer_bytes_than_were_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write(tmp_path / "a.tif")
-    expected, read = tifffile.imread(path).transpose(2, 0, 1), os.preadv
-    monkeypatch.setattr(os, "preadv", lambda file, buffers, offset: read(file, [buffers[0][:700]], offset))
+    expected, read = tifffile.imread(path).transpose(2, 0, 1), os.pread
+    monkeypatch.setattr(os, "pread", lambda file, count, offset: read(file, min(count, 700), offset))
     np.testing.assert_array_equal(whole(path), expected)
 
 

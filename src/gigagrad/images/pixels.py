@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from gigagrad.boxes import Box
+from gigagrad.boxes import Box, Span
 from gigagrad.errors import ImageError
 from gigagrad.threads import Task
 
@@ -112,11 +112,19 @@ def levels_of(shapes: list[tuple[int, int]]) -> tuple[Level, ...]:
 
 def grid_parts(box: Box, height: int, width: int) -> Iterator[tuple[Box, Box, Box]]:
     """Yield the tiles of a grid that meet `box`, each with the common part as seen from `box` and from it."""
-    for row in range(box.y0 // height, -(-box.y1 // height)):
-        for column in range(box.x0 // width, -(-box.x1 // width)):
-            tile = Box.whole(height, width).shift(row * height, column * width)
-            part = box.intersect(tile)
-            yield tile, part.shift(-box.y0, -box.x0), part.shift(-tile.y0, -tile.x0)
+    columns = [*span_parts(box.x, width)]
+    for y, to_y, of_y in span_parts(box.y, height):
+        for x, to_x, of_x in columns:
+            yield Box(y, x, y + height, x + width), Box.of(to_y, to_x), Box.of(of_y, of_x)
+
+
+def span_parts(span: Span, size: int) -> Iterator[tuple[int, Span, Span]]:
+    """Yield where those of equal spans begin that meet `span`, each with the common part as seen from `span` and from
+    it.
+    """
+    for begin in range(span.start // size * size, span.stop, size):
+        start, stop = max(span.start, begin), min(span.stop, begin + size)
+        yield begin, Span(start - span.start, stop - span.start), Span(start - begin, stop - begin)
 
 
 def parse_nodata(text: str | None, dtype: np.dtype[Any]) -> int | float | None:

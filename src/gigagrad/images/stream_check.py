@@ -11,9 +11,11 @@ from __future__ import annotations
 import re
 import zlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from contextlib import suppress
+from functools import lru_cache
 from itertools import accumulate
 from operator import mul
+from typing import NamedTuple
 
 from gigagrad.images.pixels import LUMA_BT601, Array
 
@@ -69,14 +71,16 @@ _JPEG_FRAMES_READ = frozenset(range(0xC0, 0xC4))
 _JPEG_WITH_LENGTH = frozenset({*range(0xC0, 0xD0), *range(0xDA, 0xF0), 0xFE}) - {0xC8}
 # Each scan passes over the whole picture and may cost a hundred bytes; encoders write about ten.
 _JPEG_MOST_SCANS = 100
+_JPEG_SCAN_BEGINS, _JPEG_ENDS = bytes([0xFF, _JPEG_SCAN]), bytes([0xFF, _JPEG_END])
+# Bytes before a first scan that are remembered: tables take about 600.
+_JPEG_USUAL_HEAD = 4096
 # Colour of the last pixels may be mixed with that of decoded neighbours, light is not.
 _NEARLY_GREY = 2
 # What no sound stream can have between its last pixel and its end; free of markers.
 _JUNK = bytes((73 * index + 41) % 251 for index in range(64))
 
 
-@dataclass(frozen=True, slots=True)
-class Jpeg:
+class Jpeg(NamedTuple):
     """A sound JPEG stream: complete, or one of TIFF's abbreviated ones, whose tables stand elsewhere."""
 
     data: bytes
@@ -91,36 +95,25 @@ class Jpeg:
         """Walk over the markers, once. Raises `ValueError` that says what is wrong, in a few words."""
         if not data.startswith(_JPEG_START):
             raise ValueError("it does not begin like a JPEG")
-        at, frames, ends, restarts = len(_JPEG_START), list[int](), list[int](), False
-        marker = 0
-        while marker != _JPEG_END:
-            if at + 2 > len(data):
-                raise ValueError(_CUT_OFF)
-            marker = data[at + 1]
-            if data[at] != 0xFF or (marker not in _JPEG_WITH_LENGTH and marker not in (0xFF, _JPEG_END)):
-                raise ValueError(f"it has foreign bytes at {at}")
-            if marker == 0xFF:
-                at += 1
-                continue
-            if marker in _JPEG_FRAMES:
-                frames.append(at)
-            restarts |= marker == _JPEG_RESTARTS
-            at += 2 + max(2, int.from_bytes(data[at + 2 : at + 4], "big"))
-            if marker == _JPEG_SCAN:
-                following = _JPEG_NEXT_MARKER.search(data, at)
-                at = following.start() if following else len(data)
-                ends.append(at)
+        marker, at, frames, restarts = _first_scan(data)
+        ends = list[int]()
+        while marker == _JPEG_SCAN:
+            following = _JPEG_NEXT_MARKER.search(data, at)
+            ends.append(following.start() if following else len(data))
+            if data.startswith(_JPEG_ENDS, ends[-1]):
+                break
+            marker, at, more, again = _next_scan(data, ends[-1])
+            frames, restarts = frames + more, restarts or again
         if not ends or not frames:
             raise ValueError("it holds no image")
         if len(frames) != 1:
             raise ValueError(f"it holds {len(frames)} images")
-        (at,) = frames
-        if (kind := data[at + 1]) not in _JPEG_FRAMES_READ:
+        ((kind, bits, height, width),) = frames
+        if kind not in _JPEG_FRAMES_READ:
             raise ValueError(f"it is a JPEG of a rare kind (SOF{kind - 0xC0})")
         if len(ends) > _JPEG_MOST_SCANS:
             raise ValueError(f"it has {len(ends)} scans")
-        height, width = (int.from_bytes(data[place : place + 2], "big") for place in (at + 5, at + 7))
-        return cls(data, data[at + 4], height, width, tuple(ends), restarts)
+        return cls(data, bits, height, width, tuple(ends), restarts)
 
     def check_ends(self, pixels_HWC: Array, decode: Callable[[bytes], Array]) -> None:
         """Raise `ValueError` with the row where the stream has no more data for its pixels.
@@ -146,6 +139,50 @@ class Jpeg:
         changed = (longer != pixels_HWC).any(axis=(1, 2))
         if changed.any():
             raise ValueError(f"it ends before its pixels, at row {int(changed.argmax())} of {len(changed)}")
+
+
+_Frame = tuple[int, int, int, int]
+"""The marker of a frame, its bits a sample, its height and width."""
+
+
+def _first_scan(data: bytes) -> tuple[int, int, tuple[_Frame, ...], bool]:
+    """Walk to a stream's first scan as `_next_scan` does. The tiles of a file mostly begin with the same bytes."""
+    scan = data.find(_JPEG_SCAN_BEGINS)
+    end = scan + 2 + int.from_bytes(data[scan + 2 : scan + 4], "big")
+    if scan >= 0 and end <= min(len(data), _JPEG_USUAL_HEAD):
+        with suppress(ValueError):  # those two bytes were part of something else
+            known = _scan_of_head(data[:end])
+            if known[:2] == (_JPEG_SCAN, end):
+                return known
+    return _next_scan(data, len(_JPEG_START))
+
+
+@lru_cache
+def _scan_of_head(head: bytes) -> tuple[int, int, tuple[_Frame, ...], bool]:
+    return _next_scan(head, len(_JPEG_START))
+
+
+def _next_scan(data: bytes, at: int) -> tuple[int, int, tuple[_Frame, ...], bool]:
+    """Walk over the markers from `at` on: the marker of a scan or of the end, the position behind its header, the
+    frames before, and whether restarts are announced. Raises `ValueError`.
+    """
+    frames, restarts = list[_Frame](), False
+    while True:
+        if at + 2 > len(data):
+            raise ValueError(_CUT_OFF)
+        marker = data[at + 1]
+        if data[at] != 0xFF or (marker not in _JPEG_WITH_LENGTH and marker not in (0xFF, _JPEG_END)):
+            raise ValueError(f"it has foreign bytes at {at}")
+        if marker == 0xFF:
+            at += 1
+            continue
+        if marker in _JPEG_FRAMES:
+            height, width = (int.from_bytes(data[place : place + 2], "big") for place in (at + 5, at + 7))
+            frames.append((marker, data[at + 4] if at + 4 < len(data) else 0, height, width))
+        restarts |= marker == _JPEG_RESTARTS
+        at += 2 + max(2, int.from_bytes(data[at + 2 : at + 4], "big"))
+        if marker in (_JPEG_SCAN, _JPEG_END):
+            return marker, at, tuple(frames), restarts
 
 
 _J2K_FILE, _J2K_START = b"\x00\x00\x00\x0cjP  ", b"\xff\x4f\xff\x51"

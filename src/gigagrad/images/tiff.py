@@ -15,13 +15,14 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from gigagrad.boxes import Box, tiles
+from gigagrad.boxes import Box, Span, tiles
 from gigagrad.errors import ImageError
 from gigagrad.files import bytes_at
 from gigagrad.images.image import Image, View
@@ -35,9 +36,9 @@ from gigagrad.images.pixels import (
     as_slice,
     choose_level,
     fill_of,
-    grid_parts,
     in_our_words,
     levels_of,
+    span_parts,
 )
 from gigagrad.images.stream_check import JPEG_2000_COMPRESSIONS, JPEG_COMPRESSIONS, check_stream, jpeg_2000_halvings
 from gigagrad.images.tiff_directory import (
@@ -450,20 +451,21 @@ class TiffImage(Image):
         channels, chosen = as_slice(at), as_slice(samples)
         down, right = self._walk.settled(box)
 
-        def read(part: tuple[Box, Box, Box]) -> None:
-            cell, to, of = part
-            place = plane, cell.y0 // height, cell.x0 // width
-            target = pixels_HWC[to.y0 : to.y1, to.x0 : to.x1]
+        def read(part: tuple[tuple[int, Span, Span], tuple[int, Span, Span]]) -> None:
+            (y, to_y, of_y), (x, to_x, of_x) = part
+            place = plane, y // height, x // width
+            target = pixels_HWC[slice(*to_y), slice(*to_x)]
             # OpenSlide looks at the first plane alone.
             if self._segments.counts[place] == 0 or (self._slide and self._segments.counts[0, *place[1:]] == 0):
                 target[..., channels] = self._gaps
             else:
                 tile = self._cache.get((place, decode), self._decode)
-                target[..., channels] = tile[of.y0 : of.y1, of.x0 : of.x1, chosen]
-                if cell.y1 <= down and cell.x1 <= right:
+                target[..., channels] = tile[slice(*of_y), slice(*of_x), chosen]
+                if y + height <= down and x + width <= right:
                     self._cache.settle((place, decode))
 
-        side_by_side(read, [*grid_parts(box, height, width)])
+        # No boxes: while one thread works on them, others that decode wait for the interpreter.
+        side_by_side(read, [*product(span_parts(box.y, height), span_parts(box.x, width))])
 
     def _decode(self, key: tuple[tuple[int, int, int], Decode]) -> Array:
         place, decode = key
