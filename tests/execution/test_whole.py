@@ -112,6 +112,32 @@ def test_state_that_forward_leaves_is_the_models_own():
     assert torch.equal(model.kept, model.conv(image[None]))
 
 
+class Growing(nn.Module):
+    """Has one more layer from its third call on."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.later, self.calls = conv(2, 1), conv(1, 1), 0
+
+    def forward(self, x):
+        self.calls += 1
+        return self.conv(x) if self.calls < 3 else self.later(self.conv(x))
+
+
+@pytest.mark.parametrize("with_hook", [False, True])
+def test_layers_that_a_later_call_adds_get_gradients(with_hook):
+    model, (image, target) = Growing(), pair()
+    if with_hook:  # autograd then returns gradients, and does not fill `.grad`
+        model.conv.weight.register_post_accumulate_grad_hook(lambda weight: None)
+    plain, engine = copy.deepcopy(model), gg.compile(model, F.mse_loss, progress=False)
+    for _ in range(4):
+        engine.backward(image, target)
+        F.mse_loss(plain(image[None]), target[None]).backward()
+        for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+            assert (mine.grad is None) == (theirs.grad is None)
+            assert mine.grad is None or torch.equal(mine.grad, theirs.grad)
+
+
 def test_images_and_labels_get_gradients():
     model, (image, target) = conv(2, 1), pair()
     image.requires_grad_()

@@ -158,7 +158,10 @@ class WholeRun:
     def _differentiate(self, loss: torch.Tensor, inputs: dict[str, torch.Tensor]) -> None:
         graph, known = self._prepared.graph, self._known
         named = (node.arguments["name"] for node in graph.nodes if node.op == "parameter" and node.differentiable)
-        pairs: list[tuple[torch.Tensor, torch.Tensor | None]] = [(known[name], known[name]) for name in named]
+        learned = {id(known[name]): known[name] for name in named}
+        # A model that counts its calls may have read others in this one than when it was captured.
+        learned |= {id(each): each for each in self._composite.parameters() if each.requires_grad}
+        pairs: list[tuple[torch.Tensor, torch.Tensor | None]] = [(each, each) for each in learned.values()]
         pairs += [(value, self._sources[name].given) for name, value in inputs.items() if value.requires_grad]
         if not (pairs and loss.requires_grad):
             return
