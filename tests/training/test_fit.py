@@ -416,6 +416,16 @@ def test_a_loss_that_is_no_longer_a_number_ends_the_run(config):
         fit(FitConfig(**{**config.to_dict(), "learning_rate": 1e30, "epochs": 10}))
 
 
+def test_a_validation_that_is_no_number_from_the_start_ends_the_run(config, cohort_csv, two_classes):
+    """No loss is lower than NaN: the first epoch's weights were kept, whatever came behind."""
+    ids = np.full((176, 176), 255, np.uint8)
+    tifffile.imwrite(cohort_csv.with_name("ignored.tif"), ids, tile=(64, 64), photometric="minisblack")
+    ignored = cohort_csv.with_name("ignored.csv")
+    ignored.write_text(cohort_csv.read_text().replace("slide3.mask.tif", "ignored.tif"))
+    with pytest.raises(ConfigError, match=r"validation loss of the first epoch is no number.*split 'val'"):
+        fit(FitConfig(**{**config.to_dict(), "slides": str(ignored), "model": two_classes, "loss": "ce"}))
+
+
 def test_turns_reach_the_engine_and_can_be_left_out(config, tmp_path):
     fit(config)
     fit(FitConfig(**{**config.to_dict(), "out": str(tmp_path / "plain"), "augment": False}))

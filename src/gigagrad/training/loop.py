@@ -388,6 +388,12 @@ class _Run:
             if rows:
                 value = validate(self.learner, self.dataset, rows, self.events, self.mesh)
                 self.events.emit(MetricsLogged("val", epoch, self.progress.step, {"loss": value}))
+                if math.isnan(value) and not best_epoch:  # nothing would ever be lower
+                    raise ConfigError(
+                        "the validation loss of the first epoch is no number, so the weights of no other epoch would "
+                        "be kept; see whether the mask of a slide of split 'val' holds nothing but ignored pixels, or "
+                        f"lower learning_rate (it is {self.config.learning_rate:g})"
+                    )
                 best = value < best_loss or not best_epoch
                 best_loss = value if best else best_loss
             if best and self.mesh.first:
