@@ -279,3 +279,22 @@ def test_classes_of_outlines_are_those_of_qupath(folder):
         class_table(cohort("Tumor", "tumor"), ["tumor"])
     with pytest.raises(ConfigError, match="is of the class '255'; they have Tumor"):
         class_table(cohort("Tumor"), ["255=1"])
+
+
+def test_what_other_programs_write_for_no_value_is_none(folder):
+    path = write(folder, "slide,label,case,split", "a.tif,1,NA,train", "b.tif,0,NA,test")
+    assert [row.case for row in read_cohort(path).rows] == [None, None]
+    with pytest.raises(ConfigError, match="line 3: the label is empty"):
+        read_cohort(write(folder, "slide,label,split", "a.tif,tumour,train", "b.tif,NA,test"))
+
+
+def test_a_fold_is_a_whole_number(folder):
+    with pytest.raises(ConfigError, match=r"line 2: the fold must be a whole number, got '1\.5'"):
+        read_cohort(write(folder, "slide,fold", "a.tif,1.5", "b.tif,1.0"), 1)
+
+
+def test_a_slide_or_a_patient_in_two_splits_is_refused(folder):
+    with pytest.raises(ConfigError, match=r"line 3: the slide a\.tif has the split val, and on line 2 it has train"):
+        read_cohort(write(folder, "slide,name,split", "a.tif,one,train", "a.tif,two,val"))
+    with pytest.raises(ConfigError, match="lines 2 and 3: slides of p have the splits train and val"):
+        read_cohort(write(folder, "slide,mask,patient_id,split", "a.tif,m.tif,p,train", "b.tif,m.tif,p,val"))

@@ -148,3 +148,9 @@ def test_annotations_that_are_compressed_belong_to_their_slides(tmp_path):
         ("b", "b.zip"),
         ("c", "c.geojson"),
     ]
+
+
+def test_an_image_with_several_masks_is_refused(tmp_path):
+    touch(tmp_path, "images/a.png", "masks/a.png", "masks/a.geojson")
+    with pytest.raises(ConfigError, match=r"has several masks in masks/, a\.geojson and a\.png; leave one"):
+        read_cohort(tmp_path)

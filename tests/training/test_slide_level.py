@@ -106,6 +106,14 @@ def test_numbers(cohort):
     assert evaluate_masks("out", path, split="test") == evaluation
 
 
+def test_numbers_that_are_names_are_refused(cohort):
+    """With a comma before decimals they are: each was learnt as its place in alphabetical order."""
+    config = config_of(cohort("low", "high"), "One", "mse")
+    with pytest.raises(ConfigError, match=r"mse learns numbers, and the labels of .* are names \(high = 0, low = 1"):
+        fit(config)
+    assert fit(replace(config, classes=("low=1", "high=4"), epochs=1)).metric == "loss"
+
+
 def test_the_loss_of_a_test_slide_is_the_engine_s(cohort, slides):
     result = fit(replace(config_of(cohort(0, 1), "Two", "ce"), epochs=1))
     _, model = load_model("run", TRUST)

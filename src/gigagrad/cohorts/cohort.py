@@ -249,6 +249,7 @@ def _is_number(text: str) -> bool:
 
 def _check_names(path: Path, rows: tuple[Row, ...]) -> None:
     first: dict[str, Row] = {}
+    of_slides: dict[Path, Row] = {}
     for row in rows:
         other = first.setdefault(row.name, row)
         if other is not row:
@@ -257,6 +258,12 @@ def _check_names(path: Path, rows: tuple[Row, ...]) -> None:
             raise ConfigError(
                 f"{path} {here}: the slide {row.slide.name} {what} {there}; "
                 "results are filed by name, so every slide needs its own"
+            )
+        other = of_slides.setdefault(row.slide, row)
+        if other.split != row.split:
+            raise ConfigError(
+                f"{path} line {row.line}: the slide {row.slide.name} has the split {row.split}, and on line "
+                f"{other.line} it has {other.split}; a slide has one, so leave one of the lines out"
             )
 
 
@@ -269,15 +276,18 @@ def cases_of(rows: Iterable[Row]) -> tuple[tuple[Row, ...], ...]:
 
 
 def check_cases(path: Path, rows: Iterable[Row]) -> None:
-    """Raise `ConfigError` for a case whose slides differ in their label or their split."""
-    for first, *others in cases_of(rows):
-        for other in others:
-            for what, one, two in (("label", first.label, other.label), ("split", first.split, other.split)):
-                if one != two:
-                    raise ConfigError(
-                        f"{path} lines {first.line} and {other.line}: slides of {first.case} have the {what}s {one} "
-                        f"and {two}; slides of a case have one, so correct it, or rename the column to keep them apart"
-                    )
+    """Raise `ConfigError` for a case whose slides differ in their label or their split, whether they have labels or
+    masks.
+    """
+    cases: dict[str, Row] = {}
+    for row in rows:
+        first = row if row.case is None else cases.setdefault(row.case, row)
+        for what, one, two in (("label", first.label, row.label), ("split", first.split, row.split)):
+            if one != two:
+                raise ConfigError(
+                    f"{path} lines {first.line} and {row.line}: slides of {first.case} have the {what}s {one} "
+                    f"and {two}; slides of a case have one, so correct it, or rename the column to keep them apart"
+                )
 
 
 _MASK_FOLDERS = ("masks", "labels", "annotations")
@@ -312,11 +322,18 @@ def _matched(folder: Path) -> Iterator[Row]:
     place = next((folder / name for name in _MASK_FOLDERS if (folder / name).is_dir()), None)
     if place is None:
         raise ConfigError(f"{folder} has images/ but no folder of masks; expected one of {', '.join(_MASK_FOLDERS)}")
-    masks = {_stem(path): path for path in sorted(place.iterdir()) if not path.name.startswith(".")}
+    masks: dict[str, list[Path]] = {}
+    for path in sorted(place.iterdir()):
+        if not path.name.startswith("."):
+            masks.setdefault(_stem(path), []).append(path)
     for slide in slides_in(folder / "images"):
-        if _stem(slide) not in masks:
+        found = masks.get(_stem(slide), [])
+        if not found:
             raise ConfigError(f"{slide} has no mask; expected {place.name}/{_stem(slide)} with the suffix of a mask")
-        yield Row(slide, masks[_stem(slide)])
+        if len(found) > 1:
+            names = " and ".join(path.name for path in found[:3])
+            raise ConfigError(f"{slide} has several masks in {place.name}/, {names}; leave one of them there")
+        yield Row(slide, found[0])
 
 
 def _stem(path: Path) -> str:

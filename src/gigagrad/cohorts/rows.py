@@ -7,7 +7,8 @@
     label   (slide-level targets) a number or a class name; a cohort has masks or labels, not both
     time    (survival, instead of `label`) a number, and
     event   1 where the event came at that time, 0 where there was none until then; or `censored`, the other way round
-    case    (beside labels) a name that all slides of a patient have in common; their outputs are averaged
+    case    a name that all slides of a patient have in common, which have one split; beside labels their outputs are
+            averaged
     mpp     micrometres per pixel, where the file does not say
     name    what the slide is called in results; default: its file name, with its folder's where two are the same
 
@@ -81,6 +82,8 @@ _MASK_NAME = re.compile(r"(?:(?P<of>.+)[ ._-])?(?:mask|masks|label|labels|labelm
 """Names of files that are masks where the slide that they are of lies beside them."""
 _SPLIT_FILE = re.compile(r"splits_(\d{1,4})\.csv")
 _NUMBERED = re.compile(r"(slide|mask)[ _-]?(\d+)")
+_MISSING: Final = ("NA", "N/A", "n/a", "NaN", "nan", "<NA>", "NULL", "null", "#N/A")
+"""What R, pandas, databases and spreadsheets write where there is no value."""
 _MISSPELT = 0.8
 """From this ratio on, a further column's name is taken for a misspelt one of ours."""
 
@@ -290,6 +293,8 @@ def _row(path: Path, line: int, cells: Mapping[str | None, object]) -> Row:
     if None in cells or None in cells.values():
         raise ConfigError(f"{where}: more or fewer values than the header's columns; quote commas inside a value")
     values = {str(key): str(value).strip() for key, value in cells.items()}
+    # Elsewhere it is no path and no number, which is told.
+    values |= {column: "" for column in ("label", "case") if values.get(column) in _MISSING}
     slides, masks = (columns_of(kind, values) for kind in ("slide", "mask"))
     masks = masks if any(values[column] for column in masks) else []
     for column in (*slides, *masks):
@@ -311,11 +316,18 @@ def _row(path: Path, line: int, cells: Mapping[str | None, object]) -> Row:
         label=values.get("label") or survival_label(where, values),
         case=values.get("case") or None,
         called=called,
-        fold=int(number_in(where, "fold", values["fold"])) if values.get("fold") else None,
+        fold=_fold(where, values["fold"]) if values.get("fold") else None,
         line=line,
         further_slides=tuple(images[1:]),
         further_masks=tuple(targets[1:]),
     )
+
+
+def _fold(where: str, text: str) -> int:
+    number = number_in(where, "fold", text)
+    if not number.is_integer():
+        raise ConfigError(f"{where}: the fold must be a whole number, got {text!r}")
+    return int(number)
 
 
 def _split(where: str, text: str) -> Split | None:
@@ -402,10 +414,17 @@ def split_rows(path: Path, rows: Iterable[Row], files: dict[int, Path], fold: in
         raise ConfigError(f"{path} has no split file of fold {number}; its folds are {numbers}")
     splits = _splits_in(files[number])
     rows = tuple(rows)
-    names = {name: row for row in rows for name in (row.slide.name, row.slide.stem, row.name)}
-    if missing := [name for name in splits if name not in names]:
-        raise ConfigError(f"{files[number]} lists the slide {missing[0]!r}, which {path} has not")
-    of_rows = {names[name]: split for name, split in splits.items()}
+    names: dict[str, set[Row]] = {}
+    for row in rows:
+        for name in (row.slide.name, row.slide.stem, row.name):
+            names.setdefault(name, set()).add(row)
+    of_rows: dict[Row, Split] = {}
+    for name, split in splits.items():
+        if len(found := names.get(name, set())) != 1:
+            what = "several of" if found else "not"
+            raise ConfigError(f"{files[number]} lists the slide {name!r}, which {path} has {what}")
+        if of_rows.setdefault(row := next(iter(found)), split) != split:
+            raise ConfigError(f"{files[number]} lists {row.slide.name} by two names, in {of_rows[row]} and in {split}")
     return tuple(dataclasses.replace(row, split=of_rows[row]) for row in rows if row in of_rows)
 
 

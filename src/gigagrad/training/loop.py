@@ -30,7 +30,7 @@ from gigagrad.events import Events, Listener, MetricsLogged, Notice
 from gigagrad.files import content_digest, write_json, write_text
 from gigagrad.images import Image, open_image
 from gigagrad.images.bag import Bag
-from gigagrad.losses import Weighted, named_loss
+from gigagrad.losses import Weighted, kind_of, named_loss
 from gigagrad.models import load_weights_into, resolve, save_model
 from gigagrad.models.registry import is_reloadable
 from gigagrad.models.saved import load_weights
@@ -92,6 +92,11 @@ class _Run:
         self.cohort: Cohort = read_cohort(config.slides, config.fold, config.patches)
         self.table = class_table(self.cohort, config.classes)
         if self.table is not None:
+            if not config.classes and self.cohort.rows[0].label is not None and kind_of(config.loss) == "numbers":
+                raise ConfigError(
+                    f"{config.loss} learns numbers, and the labels of {config.slides} are names ({self.table}); write "
+                    "numbers, with a point before decimals, or say with --classes NAME=NUMBER which they are"
+                )
             config = replace(config, classes=self.table.entries)
         self.config = config
         device_for(config.device)  # refuses one that is not there
