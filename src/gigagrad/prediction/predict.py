@@ -256,8 +256,8 @@ class Predictor:
                     f"{folder} has {len(masks)} masks of tissue called {entry.name}.SUFFIX; expected one for each slide"
                 )
             tissue = masks[0]
-        cells, _ = find_tissue(slide, min(slide.levels[0].shape), tissue)
-        return cells > 0
+        cells, cell_px = find_tissue(slide, min(slide.levels[0].shape), tissue)
+        return _spread(cells > 0, cell_px, slide.levels[0].shape)
 
     def _score_bag(self, bags: Bags, entry: Row, result: SlideResult) -> SlideResult:
         """Score all patches of a slide or a case, and write their attention."""
@@ -313,6 +313,18 @@ class ExportedPredictor(Predictor):
 
     def _forward(self, seen: Image, sink: Sink, within: NDArray[np.bool_] | None) -> None:
         self._exported.forward(seen, out=sink, within=within)
+
+
+def _spread(cells: NDArray[np.bool_], cell_px: tuple[float, float], shape: tuple[int, int]) -> NDArray[np.bool_]:
+    """Return cells of `(height, width)` px as a mask of all of an image of this shape, in which a pixel is looked up by
+    its share of a side: where the last cells reach beyond the image, that is the pixel's own cell or the next one.
+    """
+    wanted = cells
+    if cells.shape[0] * cell_px[0] > shape[0]:
+        wanted = wanted | np.pad(wanted, ((1, 0), (0, 0)))[:-1]
+    if cells.shape[1] * cell_px[1] > shape[1]:
+        wanted = wanted | np.pad(wanted, ((0, 0), (1, 0)))[:, :-1]
+    return wanted
 
 
 def predictor_for(config: PredictConfig, events: Events) -> Predictor:
