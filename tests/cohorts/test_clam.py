@@ -94,7 +94,7 @@ def test_names_that_are_not_one_slides_are_refused(table):
         (table.parent / name / "a.svs").touch()
     table.write_text("slide,label\none/a.svs,x\ntwo/a.svs,y\nb,x\n")
     write(table, ",train,val,test\n0,a,b,\n")
-    with pytest.raises(ConfigError, match="lists the slide 'a', which .* has several of"):
+    with pytest.raises(ConfigError, match=r"lists the slide 'a', which .* has several of"):
         read_cohort(table)
     write(table, ",train,val,test\n0,one-a,b,\n1,two-a,b.svs,\n2,b.svs,,\n")
     with pytest.raises(ConfigError, match=r"line 4: 'b\.svs' is in val and in train"):

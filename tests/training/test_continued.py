@@ -238,3 +238,57 @@ def test_the_digest_of_a_folder_is_of_its_files(tmp_path):
     (folder / "0/0.1").write_text("else")
     found.add(content_digest(folder))
     assert len(found) == 4
+
+
+_FORGETFUL = """
+import random
+import torch
+from gigagrad.models import Preprocess
+
+
+class Forgetful(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.seen, self.conv, self.calls, self.sizes = Preprocess(), torch.nn.Conv2d(1, 1, 3, padding=1), 0, []
+        self.register_buffer("level", torch.zeros(()), persistent=False)
+
+    def forward(self, x):
+        self.calls += 1
+        self.sizes.append(x.shape[-1])
+        y = self.conv(self.seen(x)) * (1 + 0.1 * self.calls + 0.1 * random.random()) + len(self.sizes)
+        with torch.no_grad():
+            self.level.add_(y.mean())
+        return y + self.level
+
+
+class Scaled(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.largest = torch.nn.Buffer(torch.ones(()))
+
+    def forward(self, output, target):
+        loss = torch.nn.functional.binary_cross_entropy_with_logits(output, target.to(output.dtype))
+        with torch.no_grad():
+            self.largest.mul_(0.9).add_(loss)
+        return loss / self.largest
+"""
+
+
+def test_what_no_state_dict_has_is_continued_too(tmp_path, monkeypatch):
+    """Counters, buffers that are not saved, those of the loss, and random numbers of Python."""
+    (tmp_path / "networks_of_test_continued.py").write_text(_FORGETFUL)
+    monkeypatch.chdir(tmp_path)
+    slides = write_cohort(tmp_path, [(64, 64)])
+    slides.write_text("\n".join(line for line in slides.read_text().splitlines() if not line.endswith("test")))
+    model, loss = (f"networks_of_test_continued:{name}" for name in ("Forgetful", "Scaled"))
+    weights = []
+    for out, stop in (("whole", 0), ("stopped", 1)):
+        config = FitConfig(slides=str(slides), out=out, model=model, loss=loss, epochs=2, checkpoint_seconds=0)
+        if stop:
+            begun(config, stop)
+        fit(config)
+        found = Checkpoint.load(RunFolder(tmp_path / out).checkpoint)
+        weights.append({**found.model, **found.further["tensors"]})
+        assert found.further["attributes"] == {"model": {"calls": 4, "sizes": [64] * 4}}
+    assert weights[0].keys() == weights[1].keys() >= {"model.level", "loss 0.largest"}
+    assert all(torch.equal(tensor, weights[1][name]) for name, tensor in weights[0].items())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import random
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -85,3 +86,26 @@ def test_both_passes_draw_the_same_random_numbers(slides, monkeypatch) -> None:
     assert [float(w) * value for (w, _), value in zip(again, values, strict=True)] == pytest.approx(
         [value for _, value in again], rel=1e-12
     )
+
+
+def test_a_model_that_counts_and_draws_is_seen_twice_as_it_was(slides) -> None:
+    class Counting(Scorer):
+        calls = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls += 1
+            return super().forward(x) * (self.calls + random.random())
+
+    torch.manual_seed(0)
+    model = Counting(1).double().train()
+    whole = copy.deepcopy(model)
+    targets = torch.tensor([[3.0, 1.0], [5.0, 1.0]])
+    random.seed(5)
+    slides = slides[:2]
+    pooled = torch.cat([torch.cat([whole(slide[None]) for slide in case]).mean(0, keepdim=True) for case in slides])
+    losses.cox(pooled, targets).backward()
+    random.seed(5)
+    Group(model, losses.cox, tile=(4, 5)).backward(opened(slides), [*targets[:, None]])
+    assert model.calls == whole.calls == 3
+    for ours, theirs in zip(model.parameters(), whole.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-9, atol=1e-12)

@@ -41,6 +41,7 @@ from gigagrad.models.networks import check_intensities
 from gigagrad.training.folder import Progress
 from gigagrad.training.frozen import FeatureBags
 from gigagrad.training.learner import Learner
+from gigagrad.training.state import seed_all
 from gigagrad.training.targets import CheckedMask, TargetRule, sample_mask
 
 D4_TRANSFORMS = 8
@@ -449,7 +450,7 @@ class Steps:
         numbers = config.seed, epoch, number
         transform = transform_of(*numbers) if config.augment else 0
         with self._dataset.open(row, transform) as (slide, target):
-            torch.manual_seed(draws_of(*numbers))
+            seed_all(draws_of(*numbers))
             yield varied(slide, self._jitter, *numbers, augment=config.augment), target
         self._dataset.passed(row)
 

@@ -193,7 +193,8 @@ class Checkpoint:
 
     `config` as `FitConfig.to_dict`; `cohort` is its fingerprint; `engine` the choices the engine made by measurement;
     `tile` the `(height, width)` the plan chose; `metrics_bytes` how much of the metrics file belongs to it; `average`
-    is that of the weights, empty where none is kept. All ranks hold the same, the first writes it, any number go on;
+    is that of the weights, empty where none is kept; `further` what no state dict has
+    (`state.FurtherState`). All ranks hold the same, the first writes it, any number go on;
     of an optimizer's state that ranks share, `optimizer` says only how many tensors lie in a folder of its own.
     `launches`: what has started those that wrote it, and starts them again. `contents`: digests of the slides, masks
     and annotations, by path, and of the labels that the run made, by name.
@@ -208,6 +209,7 @@ class Checkpoint:
     tile: tuple[int, int]
     metrics_bytes: int
     average: dict[str, Tensor]
+    further: dict[str, Any]
     launches: tuple[str, ...]
     contents: dict[str, str]
 
@@ -224,7 +226,7 @@ class Checkpoint:
         try:
             payload = read_tensors(path, _KIND)
             # Of those that were written before there were any.
-            payload = {"average": {}, "launches": [], "contents": {}} | payload
+            payload = {"average": {}, "further": {}, "launches": [], "contents": {}} | payload
             fields = {field.name: payload[field.name] for field in dataclasses.fields(cls)}
             fields |= {"progress": Progress(**payload["progress"])}
             fields |= {"tile": tuple(payload["tile"]), "launches": tuple(payload["launches"])}

@@ -13,7 +13,7 @@ import shutil
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -34,6 +34,14 @@ from gigagrad.ranks import Mesh
 from gigagrad.training.apollo import Apollo
 from gigagrad.training.folder import Checkpoint
 from gigagrad.training.sharing import SHARDED, GradientTree, Shards, assign, leave_in_order, load_shards
+from gigagrad.training.state import (
+    Attributes,
+    FurtherState,
+    attributes_of,
+    random_states,
+    restore_attributes,
+    set_random_states,
+)
 
 _RATE = "gigagrad_rate"
 """The key of a parameter group's rate without a schedule."""
@@ -218,28 +226,31 @@ class Group:
         """Return the loss and add its gradients to the parameters' `.grad`. Random numbers are drawn, and running
         statistics updated, as by one forward of every slide.
         """
-        states = list[Tensor]()
+        states = list[tuple[Any, ...]]()
         before = [(buffer, buffer.clone()) for buffer in self._model.buffers()]
+        modules = dict(self._model.named_modules())
+        attributes = attributes_of(modules)
         try:
             outputs = self._seen(cases, states)
         finally:
             for buffer, value in before:
                 buffer.copy_(value)
+            restore_attributes(modules, attributes)
         leaves = [output.requires_grad_() for output in outputs]
         loss = self._of(leaves, cases, targets)
         cotangents = torch.autograd.grad(loss, leaves)
         for opened, state, cotangent in zip(itertools.chain(*cases), states, cotangents, strict=True):
-            torch.set_rng_state(state)
+            set_random_states(state)
             with opened() as (slide, _):
                 self.engine.backward(slide, cotangent[0])
         return float(loss.detach())
 
-    def _seen(self, cases: Sequence[Sequence[Pair]], states: list[Tensor] | None = None) -> list[Tensor]:
+    def _seen(self, cases: Sequence[Sequence[Pair]], states: list[tuple[Any, ...]] | None = None) -> list[Tensor]:
         """Compute the output `(1, C)` of each slide; before it, the state of random numbers goes to `states`."""
         found = []
         for opened in itertools.chain(*cases):
             if states is not None:
-                states.append(torch.get_rng_state())
+                states.append(random_states())
             with opened() as (slide, _):
                 found.append(output_of(self.outputs, slide))
         return found
@@ -285,6 +296,16 @@ class Learner:
         """The folder of the last checkpoint's shards, and how many tensors they have."""
         self.optimizer = make_optimizer(config, model, None if self.shards is None else self.shards.own)
         self._average = AveragedWeights(model, config.ema) if config.ema else None
+        of_loss = {f"loss {index}": each for index, (_, each) in enumerate(loss.made_of) if isinstance(each, nn.Module)}
+        self._further = FurtherState({"model": model, **of_loss}, model)
+        own = set(map(id, model.parameters()))
+        self.untrained: Final = tuple(
+            name
+            for each in of_loss.values()
+            for name, parameter in each.named_parameters()
+            if parameter.requires_grad and id(parameter) not in own
+        )
+        """Names of the loss's parameters that ask for gradients, and that no step changes."""
         settings: dict[str, Any] = {
             "memory": config.memory,
             "scratch": config.scratch,
@@ -399,11 +420,12 @@ class Learner:
         """Give the model the weights that are validated and kept, meanwhile."""
         return nullcontext() if self._average is None else self._average.applied()
 
-    def writes(self) -> int:
-        """Count the writes to anything that a step changes: PyTorch keeps count."""
+    def writes(self) -> tuple[int, Attributes]:
+        """Count the writes to anything that a step changes: PyTorch keeps count; beside what attributes hold."""
         states = [value for state in self.optimizer.state.values() for value in state.values()]
         tensors = [*self.model.state_dict(keep_vars=True).values(), *states]
-        return sum(tensor._version for tensor in tensors if isinstance(tensor, torch.Tensor))
+        count = sum(tensor._version for tensor in tensors if isinstance(tensor, torch.Tensor))
+        return count + self._further.writes(), self._further.attributes()
 
     def state(self, sharded: Path | None) -> dict[str, Any]:
         """Return what a checkpoint holds of it, by the names of `Checkpoint`; all ranks ask at once where they share
@@ -416,6 +438,7 @@ class Learner:
             | {"overflows": self._overflows}
             | ({} if self.group is None else {"outputs": self.group.outputs.state_dict()}),
             "average": {} if self._average is None else self._average.weights,
+            "further": self._further.state(),
         }
 
     def _save_shards(self, folder: Path | None) -> dict[str, Any]:
@@ -447,3 +470,4 @@ class Learner:
             self.group.outputs.load_state_dict(checkpoint.engine["outputs"])
         if self._average is not None:
             self._average.load(checkpoint.average)
+        self._further.load(checkpoint.further)

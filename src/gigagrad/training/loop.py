@@ -36,12 +36,13 @@ from gigagrad.models.registry import is_reloadable
 from gigagrad.models.saved import load_weights
 from gigagrad.plans import Plan
 from gigagrad.ranks import Mesh, from_environment, launch
-from gigagrad.training.dataset import Case, Dataset, Jitter, Steps, made_label, varied
+from gigagrad.training.dataset import Case, Dataset, Jitter, Steps, draws_of, made_label, varied
 from gigagrad.training.evaluation import FitResult, test, validate, write_model
 from gigagrad.training.folder import Checkpoint, Progress, RunFolder, environment
 from gigagrad.training.frozen import features_once, head_of
 from gigagrad.training.learner import Learner, freeze
 from gigagrad.training.sharing import check_same_start, check_same_weights, check_seen, plan_alike
+from gigagrad.training.state import random_states_kept, seed_all
 from gigagrad.training.targets import BALANCED, class_weights, fit_loss
 from gigagrad.training.trackers import RunLog, Tracker
 
@@ -69,7 +70,7 @@ def fit(
     settings = as_config(config, trust)
     everybody = from_environment(settings.rank_timeout)
     # The caller's random numbers are not ours to disturb.
-    with everybody.job_error_scope(), torch.random.fork_rng(devices=[]), ExitStack() as held:
+    with everybody.job_error_scope(), random_states_kept(), ExitStack() as held:
         mesh = Mesh.of(everybody, settings.mesh_shape, settings.rank_timeout)
         events = Events(tuple(listeners) if mesh.first else ())
         return _Run(settings, events, mesh, held, overwrite=overwrite).fit()
@@ -219,7 +220,7 @@ class _Run:
     def _build(self) -> None:
         """Make the model, the optimizer and the engine, in the state of the checkpoint if there is one."""
         config = self.config
-        torch.manual_seed(config.seed)
+        seed_all(config.seed)
         # The weights of a run that goes on are in its checkpoint.
         self.model = resolve(config.model, published=self.resumed is None).to(config.device)
         if config.weights is not None and self.resumed is None:
@@ -253,6 +254,9 @@ class _Run:
         self.learner = Learner(
             config, self.model, self.loss, self.mesh, grouped=grouped, journal=journal, computed=computed
         )
+        if untrained := self.learner.untrained:
+            of_loss = f"{len(untrained)} parameters of the loss are not trained, from {untrained[0]} to {untrained[-1]}"
+            self.events.emit(Notice(f"{of_loss}; a run trains those of its model", warning=True))
         if (groups := self.mesh.data.count) > config.accumulate:
             slides = f"{config.accumulate} slide{'s'[: config.accumulate - 1]}"
             text = f"a step has {slides} for {groups} groups of the mesh, so some have nothing to do (--accumulate)"
@@ -391,6 +395,8 @@ class _Run:
         with self.learner.as_kept():
             best = True
             if rows:
+                # A model may draw in eval mode, too: with numbers that are no training slide's of this epoch.
+                seed_all(draws_of(self.config.seed, self.progress.epoch, len(self.cohort.rows)))
                 value = validate(self.learner, self.dataset, rows, self.events, self.mesh)
                 self.events.emit(MetricsLogged("val", epoch, self.progress.step, {"loss": value}))
                 if math.isnan(value) and not best_epoch:  # nothing would ever be lower
