@@ -83,7 +83,7 @@ _MASK_NAME = re.compile(r"(?:(?P<of>.+)[ ._-])?(?:mask|masks|label|labels|labelm
 _SPLIT_FILE = re.compile(r"splits_(\d{1,4})\.csv")
 _NUMBERED = re.compile(r"(slide|mask)[ _-]?(\d+)")
 _MISSING: Final = ("NA", "N/A", "n/a", "NaN", "nan", "<NA>", "NULL", "null", "#N/A")
-"""What R, pandas, databases and spreadsheets write where there is no value."""
+"""Texts that R, pandas, databases and spreadsheets write where there is no value."""
 _MISSPELT = 0.8
 """From this ratio on, a further column's name is taken for a misspelt one of ours."""
 
