@@ -6,12 +6,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tifffile
+import torch
 from torch import nn
 
 from gigagrad.boxes import Box
 from gigagrad.cohorts.records import read_records
 from gigagrad.config.predict import PredictConfig
 from gigagrad.errors import ConfigError
+from gigagrad.events import Event, Notice
 from gigagrad.images import open_image
 from gigagrad.images.write import write_pyramid
 from gigagrad.models import resolve, save_model
@@ -110,6 +112,28 @@ def test_tissue_up_to_the_far_corner_of_an_odd_slide(run, tmp_path):
     mask = whole(tmp_path / "out" / result.files["mask"])[0]
     assert mask[tissue > 0].all()
     assert not mask[:220].any()
+
+
+class Broken(nn.Module):
+    """Says NaN of every bright pixel."""
+
+    def forward(self, x):
+        bright = x[:, :1].float()
+        return torch.where(bright > 200, torch.nan, bright)
+
+
+def test_what_is_no_number_is_told(jpeg_slide, tmp_path):
+    """Whoever looks at the mask alone takes a network that computes NaN for one that finds nothing."""
+    save_model(tmp_path / "broken.pt", f"{__name__}:Broken", Broken())
+    settings = PredictConfig(
+        run=tmp_path / "broken.pt", slides=(jpeg_slide,), out=tmp_path / "out", trust=(f"{__name__}:Broken",)
+    )
+    events = list[Event]()
+    predict(settings, [events.append])
+    with open_image(jpeg_slide) as slide:
+        count = int((np.asarray(slide.read(Box.whole(*slide.shape[1:])))[0] > 200).sum())
+    told = [event.text for event in events if isinstance(event, Notice) and event.warning]
+    assert [text.startswith(f"the model gave NaN for {count} pixels of small, which became") for text in told] == [True]
 
 
 def test_a_folder_has_one_mask_of_each_slide(run, jpeg_slide, tmp_path):

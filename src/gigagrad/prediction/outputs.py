@@ -8,7 +8,7 @@ one that is asked for later costs no second run.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final
 
@@ -65,6 +65,8 @@ class Streaming:
     threshold: float
     only_tissue: bool = False
     """True where nothing but tissue was computed; the rest is 0."""
+    nans: list[int] = field(default_factory=list)
+    """How many pixels of each strip the network gave NaN of, which no class wins; not of what was not computed."""
 
     @property
     def remarks(self) -> list[str]:
@@ -92,6 +94,12 @@ class Output:
 def _mask(path: Path, streaming: Streaming) -> Sink:
     """Write class ids in bytes; of labels a channel for each, of 0 and 1. Where the slide has no data, it has none."""
     channels, classes = streaming.channels, [kind for kind in streaming.classes if kind.id]
+
+    def pixels(logits_NCHW: torch.Tensor) -> NDArray[np.uint8]:
+        if not streaming.only_tissue:
+            streaming.nans.append(int(logits_NCHW.isnan().any(1).sum()))
+        return channels.mask(logits_NCHW, streaming.threshold).transpose(1, 2, 0)
+
     said = ["gigagrad labels" if channels.labels else "gigagrad mask: 0 background"]
     said += [f"{kind.id} {kind.name}" for kind in classes]
     said += streaming.remarks
@@ -100,7 +108,7 @@ def _mask(path: Path, streaming: Streaming) -> Sink:
         path,
         dtype=np.uint8,
         planes=channels.planes,
-        pixels=lambda logits: channels.mask(logits, streaming.threshold).transpose(1, 2, 0),
+        pixels=pixels,
         nearest=True,
         seen=streaming.seen,
         nodata=IGNORED,

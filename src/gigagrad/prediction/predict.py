@@ -221,6 +221,9 @@ class Predictor:
                 streaming = Streaming(seen, channels, named, self.config.threshold, within is not None)
                 sinks = Several([sink(path, streaming) for sink, path in streamed])
                 self._forward(seen, sinks, within)
+                if nans := sum(streaming.nans):
+                    told = f"the model gave NaN for {nans} pixels of {entry.name}, which became background"
+                    self._events.emit(Notice(f"{told}; see whether it was trained in another precision", warning=True))
             mask = opened.enter_context(open_image(self.out / result.files["mask"]))
             classes = [kind for kind in named if kind.id]
             traced = trace(mask, classes)
