@@ -162,3 +162,25 @@ def test_predictions_of_several_tables_of_classes_are_refused(tmp_path):
     assert [event.text for event in heard if isinstance(event, Notice)] == [
         "the classes 2, 3 are all called 'Class 2'; their scores have the ids behind it, and --classes names them apart"
     ]
+
+
+def test_masks_of_one_other_value_beside_masks_of_several_are_refused(tmp_path):
+    """As foreground and background they agreed, class 1 with class 2."""
+    (tmp_path / "masks").mkdir()
+    lines = ["slide,mask"]
+    for name, true, found in (("a", [1, 1], [2, 2]), ("b", [1, 2], [1, 2])):
+        for plane, file in ((true, f"{name}.true.tif"), (found, f"masks/{name}.tif"), ([9, 9], f"{name}.tif")):
+            write(tmp_path / file, np.repeat(np.array([0, *plane], np.uint8), 8)[None].repeat(8, 0))
+        lines.append(f"{name}.tif,{name}.true.tif")
+    cohort = tmp_path / "cohort.csv"
+    cohort.write_text("\n".join(lines))
+    for _ in range(2):  # the second time of what was kept
+        with pytest.raises(TargetError, match=r"of some slides hold one value above 0, other than 1.*--classes NAME"):
+            evaluate_masks(tmp_path, cohort, out=tmp_path / "scores")
+    result = evaluate_masks(tmp_path, cohort, classes=["x=1", "y=2"])
+    assert isinstance(result, Evaluation)
+    assert [score.dice for score in result.scores] == [0, 1]
+    cohort.write_text("\n".join(lines[:2]))
+    alone = evaluate_masks(tmp_path, cohort)
+    assert isinstance(alone, Evaluation)
+    assert alone.dice[0] == 1

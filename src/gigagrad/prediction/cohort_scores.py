@@ -153,6 +153,14 @@ class OfPredictions:
                 return score_masks(predicted, truth, Confusion(count, ignored))
             return score_masks(predicted, truth, Confusion(IGNORED + 1)).narrowed(IGNORED)
 
+    def check(self, found: Collection[Confusion]) -> None:
+        """Raise `TargetError` for masks of one value each beside masks of several: it may be any of their classes."""
+        if any(each.renumbered for each in found) and any(each.classes > 2 for each in found):
+            raise TargetError(
+                "the masks of some slides hold one value above 0, other than 1, and those of others several; say that "
+                "these are class ids: --classes NAME=ID NAME=ID"
+            )
+
     def scores(self, entry: Row) -> tuple[Reading, Mapping[str, float]]:
         scores = self._records[entry.name].scores
         return _of_one_label(Reading.of_columns(scores, self.table)), scores
@@ -357,8 +365,7 @@ def _evaluate(
     if source.labelled:
         evaluation = compare_labels(entries, found, source.table, source.threshold)
     else:
-        if isinstance(source, OfModel):
-            source.check(found.values())
+        source.check(found.values())
         if source.table is not None and not any(each.foreground for each in found.values()):
             masks = [row.masks[0] for row in entries if len(row.masks) == 1]
             if annotated := [mask for mask in masks if is_annotation_file(mask)]:  # with other classes

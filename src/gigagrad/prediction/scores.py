@@ -65,6 +65,8 @@ class Confusion:
             raise ValueError(f"a confusion needs at least 2 classes, got {classes}; background counts as one")
         self.classes, self.ignored, self.planes = classes, ignored, planes
         self.ignored_pixels = 0
+        self.renumbered = False
+        """True where masks of another value than 1 were taken for those of one class."""
         self.counts = np.zeros((planes, classes, classes), np.int64)
 
     def add(self, pred: NDArray[np.generic], truth: NDArray[np.generic]) -> None:
@@ -111,6 +113,7 @@ class Confusion:
         of_truth, of_pred = (np.flatnonzero(counts.sum(axis)) for axis in (1, 0))
         if max(np.count_nonzero(of_truth), np.count_nonzero(of_pred)) <= 1:
             binary = Confusion()
+            binary.renumbered = not {*of_truth.tolist(), *of_pred.tolist()} <= {0, 1}
             binary.counts[:] = [[counts[0, 0], counts[0, 1:].sum()], [counts[1:, 0].sum(), counts[1:, 1:].sum()]]
             return binary
         largest = max(int(ids[ids != ignored].max(initial=1)) for ids in (of_truth, of_pred))
@@ -129,7 +132,8 @@ class Confusion:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values, which `from_dict` reads."""
-        return {"counts": self.counts.tolist(), "ignored": self.ignored, "ignored_pixels": self.ignored_pixels}
+        found = {"counts": self.counts.tolist(), "ignored": self.ignored, "ignored_pixels": self.ignored_pixels}
+        return found | {"renumbered": self.renumbered}
 
     @classmethod
     def from_dict(cls, content: Mapping[str, Any]) -> Self:
@@ -139,6 +143,7 @@ class Confusion:
         found = cls(classes, content["ignored"], planes)
         found.counts += counts
         found.ignored_pixels = content["ignored_pixels"]
+        found.renumbered = content["renumbered"]
         return found
 
     @property
