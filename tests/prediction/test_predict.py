@@ -343,3 +343,35 @@ def test_a_run_is_named_by_its_folder(config, jpeg_slide, tmp_path):
     assert not (tmp_path / "out").exists()
     with pytest.raises(ConfigError, match="unknown setting 'slide'"):
         predict("runs/a", slide="x.svs", out="y")
+
+
+def test_another_resolution_or_true_mask_counts_in_a_second_run(config, tmp_path, jpeg_slide):
+    """Records said what an earlier run had found by them."""
+    expected = (whole(jpeg_slide).astype(np.float32).mean(0) < 160).astype(np.uint8)
+    mask, cohort = tmp_path / "true.tif", tmp_path / "cohort.csv"
+
+    def again(true, mpp=""):
+        write_pyramid(mask, [true], shape=(*true.shape, 1), dtype=np.uint8, nearest=True, overwrite=True)
+        cohort.write_text(f"slide,mask,mpp\n{jpeg_slide},true.tif,{mpp}\n")
+        steps: list[Any] = []
+        (result,) = predict(
+            config(slides=(cohort,), outputs=("mask", "overlay")),
+            (lambda event: steps.append(event) if isinstance(event, TileDone) else None,),
+        )
+        return result, bool(steps)
+
+    first, computed = again(expected)
+    assert (first.dice, computed) == (1, True)
+    overlay = tmp_path / "out" / first.files["overlay"]
+    drawn = overlay.read_bytes()
+    corrected = expected.copy()
+    corrected[: len(corrected) // 2] = 0
+    result, computed = again(corrected)
+    assert result.dice is not None
+    assert result.dice < 1
+    assert not computed
+    assert overlay.read_bytes() != drawn
+    assert again(corrected) == (result, False)
+    result, computed = again(corrected, mpp=0.3)
+    assert (result.mpp, computed) == (0.3, True)
+    assert again(corrected, mpp=0.3) == (result, False)

@@ -90,6 +90,11 @@ class SlideResult:
     """The number of patches of a bag, 0 of a slide that is read whole."""
     case: str = ""
     """The name that the slides of one patient share in the cohort; "" where there is none."""
+    given: str | None = None
+    """A digest of what was given of the slide beside its file: its resolution, and where its patches are; "" for
+    nothing, None in records of earlier versions."""
+    truth: str = ""
+    """A digest of the true masks that `dice` and `iou` compare with, "" where there are none."""
 
     @property
     def failed(self) -> bool:

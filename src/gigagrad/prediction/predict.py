@@ -10,6 +10,7 @@ strips and there are no seams. What is asked for later is made of the mask where
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -29,16 +30,16 @@ from gigagrad.cohorts.patches import Bags, joined
 from gigagrad.cohorts.records import FILE_NAME, MadeWith, SlideResult, file_names, read_records, summary, write_record
 from gigagrad.cohorts.slides import rows_of, run_job
 from gigagrad.config.predict import AUTO, PredictConfig
-from gigagrad.errors import ConfigError, GigagradError, ModelError, WriteError
+from gigagrad.errors import ConfigError, GigagradError, ImageError, ModelError, WriteError
 from gigagrad.events import Events, Listener, Notice
 from gigagrad.execution.compiling import compile as compile_engine
 from gigagrad.execution.engine import Engine
 from gigagrad.execution.sinks import Several, Sink
-from gigagrad.files import size_of, write_agreed
+from gigagrad.files import content_digest, size_of, write_agreed
 from gigagrad.images import Image, open_image
 from gigagrad.images.georeference import level_near
 from gigagrad.images.layout import plain_stem
-from gigagrad.masks import find_tissue, open_mask
+from gigagrad.masks import find_tissue, is_annotation_file, open_mask
 from gigagrad.models import load_model
 from gigagrad.models.bag_names import is_bag_name
 from gigagrad.models.exported import ExportedNetwork
@@ -136,9 +137,11 @@ class Predictor:
     def _missing(self, entry: Row, known: SlideResult | None) -> dict[str, str]:
         """Return the files to be made: all of them where the network has to run, or where the slide has changed."""
         files = self._files(entry, known)
-        if self.config.overwrite or known is None or known.slide_bytes != _size_of(entry):
+        if self.config.overwrite or known is None or self._has_changed(entry, known):
             return files
         there = known.files if known.status == "done" else {}
+        if known.truth != _digest(entry.masks):  # which is drawn
+            there = {output: file for output, file in there.items() if output != "overlay"}
         missing = {
             output: file for output, file in files.items() if output not in there or not (self.out / file).exists()
         }
@@ -148,7 +151,9 @@ class Predictor:
         """Return what an earlier run made of the slide, None where files are missing or the slide has changed."""
         if self.config.overwrite or known is None or known.status != "done":
             return None
-        if known.slide_bytes != _size_of(entry):
+        if self._has_changed(entry, known):
+            return None
+        if self.bags is None and not known.scores and known.truth != _digest(entry.masks):
             return None
         if (self.bags is not None or not known.scores) and self._missing(entry, known):
             return None
@@ -158,6 +163,22 @@ class Predictor:
             known = dataclasses.replace(known, label=entry.label)
             write_record(self.out, known)
         return known
+
+    def _has_changed(self, entry: Row, known: SlideResult) -> bool:
+        """Return whether the slide, or what was given of it, is another than when the record was written."""
+        return known.slide_bytes != _size_of(entry) or known.given not in (None, self._given(entry))
+
+    def _given(self, entry: Row) -> str:
+        """Digest the resolution that is given of a slide, and the files that say where its patches are."""
+        mpps = [self.config.mpp or part.mpp for part in entry.members]
+        if self.bags is None:
+            return _digest((), *mpps)
+        patches = self.bags.patches
+        masks = [mask for part in entry.members for mask in part.masks] if patches.tissue == "mask" else []
+        try:
+            return _digest((*masks, *patches.files(entry)), *mpps)
+        except ImageError:  # one is missing, which is told when the bag is opened
+            return "missing"
 
     def attempt(self, entry: Row) -> SlideResult:
         """Predict one slide and keep its record up to date, whatever happens."""
@@ -170,6 +191,7 @@ class Predictor:
             made_with=self.made_with,
             status="running",
             files=files,
+            given=self._given(entry),
         )
         if missing == files:  # else what was made before stays so, whatever becomes of the rest
             write_record(self.out, result)
@@ -242,6 +264,7 @@ class Predictor:
                 ignored=ignored,
                 regions=len(predicted.traced.regions),
                 traced_downsample=predicted.traced.downsample,
+                truth="" if truth is None else _digest(entry.masks),
                 dice=None if scored is None else scored.dice,
                 iou=None if scored is None else scored.iou,
             )
@@ -443,6 +466,14 @@ def bags_for(config: PredictConfig, model: str) -> Bags | None:
     if config.level or config.target_mpp is not None:
         raise ConfigError("patches are read at --patch-mpp; leave out --level and --target-mpp")
     return Bags(patches, config.resolved_input_view, config.mpp)
+
+
+def _digest(files: Iterable[Path], *values: object) -> str:
+    """Digest the contents of files, and values, which are given; "" where nothing is."""
+    contents = [content_digest(path, whole=is_annotation_file(path)) for path in files if path.exists()]
+    if not contents and not any(values):
+        return ""
+    return hashlib.sha256(repr((contents, values)).encode()).hexdigest()
 
 
 def _size_of(entry: Row) -> int:
