@@ -66,7 +66,7 @@ class Streaming:
     only_tissue: bool = False
     """True where nothing but tissue was computed; the rest is 0."""
     nans: list[int] = field(default_factory=list)
-    """How many pixels of each strip the network gave NaN of, which no class wins; not of what was not computed."""
+    """Numbers of pixels, by strip, of which the network gave NaN, which no class wins; none of what is not computed."""
 
     @property
     def remarks(self) -> list[str]:
