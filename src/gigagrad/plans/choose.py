@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -120,7 +121,7 @@ def make_plan(
         try:
             plan = tiled(pixels, at_most)
         except BudgetError as error:
-            refusal = refusal or error  # in tiles alone, which is the leanest
+            refusal = refusal or error.with_traceback(None)  # in tiles alone, which is the leanest
         else:
             if plan is not None and plan.predicted_seconds < at_most:
                 best, at_most = plan, plan.predicted_seconds
@@ -139,10 +140,13 @@ def _worth_whole(problem: Problem) -> Iterator[int]:
     if problem.whole is None or not problem.backward or graph.coarse_whole is None:
         return
     areas = sorted({node.size(0) * node.size(1) for node in graph.nodes if node.is_field and len(node.shape) == 4})
-    room = problem.room_bytes
-    for pixels in reversed([area for area in areas[:-1] if area > 1]):
-        if room is None or total(fixed_amounts(problem.of(pixels))) <= _MOST_WHOLE * room:
-            yield pixels
+    able, room = [area for area in areas[:-1] if area > 1], problem.room_bytes
+
+    def is_too_much(pixels: int) -> bool:
+        return room is not None and total(fixed_amounts(problem.of(pixels))) > _MOST_WHOLE * room
+
+    # Larger fields take more memory, so that few graphs are made to find the largest that fit.
+    yield from reversed(able[: bisect_left(able, True, key=is_too_much)])
 
 
 def _make_tiled(problem: Problem, make: Callable[..., Plan | None], tried: Tried) -> Plan | None:
@@ -299,6 +303,7 @@ class _Chooser:
             try:
                 candidates.append(self._fitter.fit(dict(kept), closely=True, below=needed))
             except BudgetError as error:
+                error = error.with_traceback(None)  # which would hold all that was found on the way
                 leanest = error if leanest is None else min(leanest, error, key=lambda one: one.needed_bytes)
         if candidates:
             return min(candidates, key=_seconds)

@@ -8,13 +8,15 @@ Both effects are in the model of time: every operator takes what its bytes and i
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import repeat
 from math import prod
 from typing import NamedTuple
 
 from gigagrad.allowances import MAPPED_BYTES
 from gigagrad.devices import Machine
 from gigagrad.graphs import GATHER, MOMENTS, Call, Effort, Graph, Node, lookup
+from gigagrad.graphs.graph import fill
 from gigagrad.plans.geometry import Grid, Steps, lattice, reference, runs_by_rows
 from gigagrad.plans.memory import (
     compiled_convolutions,
@@ -114,19 +116,34 @@ class TileCost:
         return self.tiles[0] * self.tiles[1]
 
 
+class _Known:
+    """Holds what was computed for segments of graphs of one program, by their form (`Costs.form`)."""
+
+    def __init__(self) -> None:
+        self.nodes: dict[tuple[object, ...], int] = {}
+        """Numbers of what nodes do."""
+        self.segments: dict[tuple[object, ...], int] = {}
+        """Numbers of forms of segments."""
+        self.usual: dict[int, tuple[float, float]] = {}
+        self.costs: dict[tuple[object, ...], tuple[int, TileCost]] = {}
+        """Costs, and the first field of the segment that was asked for first."""
+        self.shapes: dict[tuple[int, int], list[tuple[int, int]]] = {}
+
+
 class Costs:
     """Costs of the segments of one graph, each computed once: plans that keep other fields share most of their
-    segments. `rounds`: kept fields are rounded on the way to their stores.
+    segments, and networks repeat their blocks. `rounds`: kept fields are rounded on the way to their stores.
     """
 
-    def __init__(self, graph: Graph, machine: Machine, *, rounds: bool = False) -> None:
+    def __init__(self, graph: Graph, machine: Machine, *, rounds: bool = False, known: _Known | None = None) -> None:
         self.graph = graph
         self._machine = machine
         self._rounds = rounds
         self._with_whole: dict[int, Costs] = {}
-        self._usual: dict[tuple[object, ...], tuple[float, float]] = {}
+        self._alike = known or _Known()
+        self._forms: dict[tuple[object, ...], int] = {}
         self._known: dict[tuple[object, ...], TileCost] = {}
-        self._shapes: dict[tuple[object, ...], list[tuple[int, int]]] = {}
+        self._kinds = _Kinds(graph, self._alike.nodes)
         self._steps = Steps.of(graph)
         # Looked up many thousand times.
         self._added = [node.nbytes * (node.differentiable and not node.is_field) for node in graph.nodes]
@@ -139,7 +156,8 @@ class Costs:
     def with_whole(self, pixels: int) -> Costs:
         """Return the costs of the graph in which fields of at most so many pixels are whole."""
         if pixels not in self._with_whole:
-            self._with_whole[pixels] = Costs(self.graph.with_whole(pixels), self._machine, rounds=self._rounds)
+            graph = self.graph.with_whole(pixels)
+            self._with_whole[pixels] = Costs(graph, self._machine, rounds=self._rounds, known=self._alike)
         return self._with_whole[pixels]
 
     def of(self, segment: Segment, shape: tuple[int, int], *, backward: bool, roughly: bool = False) -> TileCost:
@@ -148,15 +166,21 @@ class Costs:
         """
         key = (*segment_key(segment), shape, backward, roughly)
         if key not in self._known:
-            self._known[key] = self._cost(segment, shape, backward=backward, roughly=roughly)
+            form, first = (self.form(segment), shape, backward, roughly), _first(segment)
+            if form not in self._alike.costs:
+                self._alike.costs[form] = first, self._cost(segment, shape, backward=backward, roughly=roughly)
+            other, cost = self._alike.costs[form]
+            if other != first:
+                cost = replace(cost, crops={i + first - other: crop for i, crop in cost.crops.items()})
+            self._known[key] = cost
         return self._known[key]
 
     def shapes(self, segment: Segment, ranks: int) -> list[tuple[int, int]]:
         """Return tile shapes worth costing."""
-        key = *segment_key(segment), ranks
-        if key not in self._shapes:
-            self._shapes[key] = tile_shapes(self.graph, segment, ranks)
-        return self._shapes[key]
+        key = self.form(segment), ranks
+        if key not in self._alike.shapes:
+            self._alike.shapes[key] = tile_shapes(self.graph, segment, ranks)
+        return self._alike.shapes[key]
 
     def usual_seconds(self, segment: Segment) -> tuple[float, float]:
         """Predict a forward and a backward pass by one thread with tiles of a usual size, judged by one in the middle:
@@ -165,10 +189,29 @@ class Costs:
         What computes a coarse field works on finer ones: tiles that are small for it have large crops, and without a
         cut in between nearly all of these are halo.
         """
+        form = self.form(segment)
+        if form not in self._alike.usual:
+            self._alike.usual[form] = self._judge(segment)
+        return self._alike.usual[form]
+
+    def form(self, segment: Segment) -> int:
+        """Return a number that segments have in common which do the same to fields of the same kinds, also of graphs
+        with other whole fields: those of equal blocks, whose nodes are as far apart.
+        """
         key = segment_key(segment)
-        if key not in self._usual:
-            self._usual[key] = self._judge(segment)
-        return self._usual[key]
+        if key not in self._forms:
+            graph, kinds, first = self.graph, self._kinds, _first(segment)
+            form = (
+                tuple([kinds[i] for i in segment.fields]),
+                tuple([i - first for i in segment.fields]),
+                tuple([i - first for i in segment.reads]),
+                tuple([i - first for i in segment.kept]),
+                tuple([(kinds[i], graph.nodes[i].operands[0] - first) for i in segment.reductions]),
+                None if segment.output is None else segment.output - first,
+                sum([self._added[i] for i in segment.globals]),
+            )
+            self._forms[key] = self._alike.segments.setdefault(form, len(self._alike.segments))
+        return self._forms[key]
 
     def _judge(self, segment: Segment) -> tuple[float, float]:
         graph, targets, sides = self.graph, segment.targets(self.graph), []
@@ -316,6 +359,31 @@ class Costs:
         added = sum([self._added[i] for i in segment.globals])
         backward += again + _BYTES_OF_A_SUM * added / machine.memory_bytes_per_second
         return forward, backward, again
+
+
+class _Kinds(dict[int, int]):
+    """The kinds of a graph's nodes, counted when they are asked for: nodes of one kind do the same to values of the
+    same kinds, and read fields that are as far from them. `numbers` are those of other graphs, too.
+    """
+
+    def __init__(self, graph: Graph, numbers: dict[tuple[object, ...], int]) -> None:
+        self._graph, self._numbers = graph, numbers
+
+    def __missing__(self, node_id: int) -> int:
+        node, nodes = self._graph[node_id], self._graph.nodes
+        kind = (
+            node.op,
+            repr([fill(value, repeat(None)) for value in node.arguments.values()]),
+            tuple([node_id - i if nodes[i].is_field else None for i in node.operands]),
+            *[(n.shape, n.axes, n.patches, n.dtype, n.differentiable) for n in (node, *self._graph.operands(node))],
+        )
+        found = self[node_id] = self._numbers.setdefault(kind, len(self._numbers))
+        return found
+
+
+def _first(segment: Segment) -> int:
+    """Return the node from which those of segments of one form are as far."""
+    return (segment.fields or segment.reads)[0]
 
 
 def _unfolded(call: Call) -> float:

@@ -163,6 +163,7 @@ class SegmentTiles:
     _counted: dict[TileCost, tuple[int, ...]] = field(default_factory=dict)
     _known: dict[TileCost, TileChoice] = field(default_factory=dict)
     _passes: dict[tuple[TileCost, str], float] = field(default_factory=dict)
+    _work: dict[tuple[TileCost, str], tuple[float, list[tuple[float, float]]]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         """Find what it has in common with those `beside` other fields."""
@@ -280,21 +281,30 @@ class SegmentTiles:
         What tiles take in memory beyond what a heap holds is new to the first of them, and some of it to all others
         where too little may be held between them.
         """
-        problem = self.problem
+        machine = self.problem.machine
+        if (cost, phase) not in self._work:
+            self._work[cost, phase] = self._work_of(cost, phase)
+        processing, moving = self._work[cost, phase]
+        new = max(0, self.workers * cost.tile_peak_bytes - HEAP_TOP_BYTES)
+        processing += machine.page_seconds(new + self._tiles_of_most(cost) * self._given_back_bytes(cost))
+        slowest = 0.0
+        for processor, link in moving:
+            processing += processor
+            slowest = max(slowest, link)
+        return processing, slowest
+
+    def _work_of(self, cost: TileCost, phase: str) -> tuple[float, list[tuple[float, float]]]:
+        """Predict what computing tiles takes, and what each other tier takes of the cores and of its link: the same
+        whatever is held beside them.
+        """
+        problem, machine, count = self.problem, self.problem.machine, self._tiles_of_most(cost)
         computing = cost.forward_seconds if phase == "forward" else cost.backward_seconds
         calls = cost.forward_calls if phase == "forward" else cost.backward_calls
-        count = self._tiles_of_most(cost)
         share = count / cost.tile_count
-        processing = problem.machine.wall_seconds(share * computing, share * calls, self.workers, count)
-        processing += problem.machine.host_seconds(count)
-        new = max(0, self.workers * cost.tile_peak_bytes - HEAP_TOP_BYTES)
-        processing += problem.machine.page_seconds(new + count * self._given_back_bytes(cost))
-        links = [0.0]
-        for tier in problem.tiers[1:]:
-            moved = count * self._moved_bytes(cost, phase, tier)
-            processing += tier.processor_seconds(moved, problem.machine)
-            links.append(tier.link_seconds(moved, problem.machine))
-        return processing, max(links)
+        processing = machine.wall_seconds(share * computing, share * calls, self.workers, count)
+        moved = [(tier, count * self._moved_bytes(cost, phase, tier)) for tier in problem.tiers[1:]]
+        tiers = [(tier.processor_seconds(n, machine), tier.link_seconds(n, machine)) for tier, n in moved]
+        return processing + machine.host_seconds(count), tiers
 
     def _reading_seconds(self, cost: TileCost) -> float:
         """Predict what one thread takes to read the images for the tiles of the rank that has most."""

@@ -57,8 +57,10 @@ class Fitter:
         self._held_share = 1.0 if ranks is None else ranks.held_share
         self._fixed = estimate.fixed_amounts(problem, 0 if ranks is None else ranks.message_bytes)
         budget = problem.budget_bytes
+        self._compiled_on_whole = whole_compiled_convolutions(problem.graph, backward=problem.backward)
         self._room_of_tiles = None if budget is None else budget - total(self._fixed)
         self._orders: dict[frozenset[int], tuple[tuple[Segment, ...], tuple[Tiles, ...]]] = {}
+        self._held_in: dict[tuple[frozenset[tuple[int, str]], str], list[tuple[int, int]]] = {}
         self._known: dict[tuple[object, ...], SegmentTiles] = {}
 
     def unbounded(self) -> Fitter:
@@ -80,8 +82,15 @@ class Fitter:
         return self._problem.rooms.get(tier.name, 0)
 
     def _most_held(self, kept: Kept, tier: Tier) -> int:
-        order = self._order(frozenset(kept))
-        return max(map(sum, held_by_pass(self._problem, *order, kept, tier, self._held_share)), default=0)
+        return max(map(sum, self._held(kept, tier)), default=0)
+
+    def _held(self, kept: Kept, tier: Tier) -> list[tuple[int, int]]:
+        """Return the bytes of fields and of cotangents in a tier during every pass."""
+        key = frozenset(kept.items()), tier.name
+        if key not in self._held_in:
+            order = self._order(frozenset(kept))
+            self._held_in[key] = held_by_pass(self._problem, *order, kept, tier, self._held_share)
+        return self._held_in[key]
 
     def _order(self, kept: frozenset[int]) -> tuple[tuple[Segment, ...], tuple[Tiles, ...]]:
         """Return the segments that fields split a graph into, wherever they are kept, and their passes."""
@@ -128,19 +137,20 @@ class Fitter:
                 needed_bytes = self.unbounded().fit(self.in_memory(kept)).predicted_peak_bytes
                 raise problem.tier_refusal(tier, tier_bytes, needed_bytes)
         plans: list[Plan] = []
-        refusals: list[BudgetError] = []
-        asked = workers or problem.workers
+        asked, refused = workers or problem.workers, 0
         ways = dict.fromkeys((problem.machine.threads, 1) if asked is None else (asked,))
         for workers in ways:
             fastest = min((plan.modelled_seconds for plan in plans), default=at_most)
+            is_last = refused == len(ways) - 1  # the leanest, whose refusal is the one that counts
+            most = below if is_last or problem.budget_bytes is None else min(below, problem.budget_bytes + 1)
             try:
-                plan = self._fit(kept, workers, closely=closely, roughly=roughly, fastest=fastest, below=below)
-            except BudgetError as error:
-                refusals.append(error)
+                plan = self._fit(kept, workers, closely=closely, roughly=roughly, fastest=fastest, below=most)
+            except BudgetError:
+                if is_last:
+                    raise
+                refused += 1
             else:
                 plans += [plan] if plan is not None else []
-        if len(refusals) == len(ways):
-            raise refusals[-1]  # the last way is the leanest
         return min(plans, key=lambda plan: plan.modelled_seconds, default=None)
 
     def _fit(
@@ -150,23 +160,20 @@ class Fitter:
         none. None where a rough look tells that it takes more than the seconds of the `fastest` that is known.
         """
         problem, (segments, passes) = self._problem, self._order(frozenset(kept))
-        held = held_by_pass(problem, segments, passes, kept, problem.memory, self._held_share)
+        held = self._held(kept, problem.memory)
         own = defaultdict[int, list[tuple[str, tuple[int, int]]]](list)
         for one, taken in zip(passes, held, strict=True):
             own[one.segment].append((one.phase, taken))
         found, least = dict[int, SegmentTiles](), 0.0  # those that take longest first
         for each in sorted(segments, key=lambda s: -len(s.fields)):
-            found[each.index] = self._shapes_of(each, workers, kept, own[each.index], closely and below == inf)
+            found[each.index] = self._shapes_of(each, workers, kept, own[each.index], closely=False)
             least += found[each.index].least_seconds if fastest < inf else 0.0
             if least > fastest:
                 return None
         all_shapes = [found[each.index] for each in segments]
-        if closely and below < inf:  # the hungriest segments first
-            for place in sorted(range(len(segments)), key=lambda place: -all_shapes[place].least_bytes):
-                shapes = self._shapes_of(segments[place], workers, kept, own[place], closely=True)
-                if (needed := total(self._fixed) + shapes.least_bytes) >= below:
-                    raise problem.refusal(f"segment {place} does not fit", needed)
-                all_shapes[place] = shapes
+        if closely:
+            self._see_that_leanest_fit(all_shapes, below)
+            all_shapes = [self._shapes_of(each, workers, kept, own[each.index], closely=True) for each in segments]
         chosen, compiled = self._choose(all_shapes)
         if sum(shapes.seconds(cost) for shapes, cost in zip(all_shapes, chosen, strict=True)) > fastest:
             return None
@@ -297,6 +304,55 @@ class Fitter:
             if any(fit) and not any(fit[-most_in_a_row:]):
                 break
 
+    def _see_that_leanest_fit(self, all_shapes: list[SegmentTiles], below: float) -> None:
+        """Raise `BudgetError` where the leanest tiles of a segment, all shapes considered, do not fit, or need no less
+        than `below` bytes. Of the segments that need less than others one shape is costed exactly, and hardly more of
+        the hungriest.
+        """
+        problem, fixed = self._problem, total(self._fixed)
+        if problem.budget_bytes is None or self._tiles is not None:
+            return
+        leanest, most = dict[SegmentTiles, TileCost](), 0
+        for shapes in sorted(all_shapes, key=lambda shapes: -shapes.least_bytes):
+            leanest[shapes] = self._leanest_of(shapes, most)
+            most = max(most, shapes.total(leanest[shapes]))
+            if fixed + most >= below:
+                raise problem.refusal(f"segment {shapes.segment.index} does not fit", fixed + most)
+        kernels = sum(cost.compiled for cost in leanest.values())
+        compiled = self._compiled_bytes([kernels])
+        # Where they are not as many as are ever held, another choice may be compiled to fewer.
+        if fixed + most > problem.budget_bytes and compiled == self._compiled_bytes([2 * kernels]):
+            told = self._what_does_not_fit({shapes: leanest[shapes] for shapes in all_shapes})
+            raise problem.refusal(told, fixed + most + compiled)
+
+    def _leanest_of(self, shapes: SegmentTiles, enough: int) -> TileCost:
+        """Return the exact cost of a segment's leanest tiles, or of large ones, which are compiled to few kernels, that
+        take no more than is `enough`. Tiles in the middle tell what a shape takes at least.
+        """
+        problem = self._problem
+
+        def exactly(rough: TileCost) -> TileCost:
+            return self._costs.of(shapes.segment, rough.tile, backward=shapes.backward)
+
+        for rough in reversed(shapes.costs):
+            if shapes.total(rough) <= enough and shapes.total(cost := exactly(rough)) <= enough:
+                return cost
+        every = [self._costs.of(shapes.segment, s, backward=shapes.backward, roughly=True) for s in shapes.shapes]
+        first, *others = sorted(
+            (cost for cost in every if cost is every[0] or cost.largest_crop_numel <= problem.most_numel),
+            key=shapes.total,
+        )
+        found = exactly(first)
+        for rough in others:
+            if shapes.total(rough) >= shapes.total(found):
+                break
+            found = min(found, exactly(rough), key=shapes.total)
+        return found
+
+    def _compiled_bytes(self, by_segment: Iterable[int]) -> int:
+        """Count what the convolutions of all segments are compiled to, beside those on whole fields."""
+        return self._problem.compiled_bytes(self._compiled_on_whole + sum(by_segment))
+
     def _choose(self, all_shapes: list[SegmentTiles]) -> tuple[list[TileCost], int]:
         """Return tiles for every segment, and the bytes that all their convolutions are compiled to, beside every
         segment.
@@ -304,12 +360,7 @@ class Fitter:
         What is compiled leaves less room for the tiles of every segment, so several caps of it are tried, from the most
         that any choice compiles to down to what the leanest do. Raises `BudgetError` if the leanest do not fit.
         """
-        problem, fixed = self._problem, total(self._fixed)
-        on_whole_fields = whole_compiled_convolutions(problem.graph, backward=problem.backward)
-
-        def compiled_bytes(by_segment: Iterable[int]) -> int:
-            return problem.compiled_bytes(on_whole_fields + sum(by_segment))
-
+        problem, fixed, compiled_bytes = self._problem, total(self._fixed), self._compiled_bytes
         most = sum(max(cost.compiled for cost in shapes.costs) for shapes in all_shapes)
         if problem.budget_bytes is None:
             chosen = [shapes.leanest_of_the_fast() for shapes in all_shapes]
@@ -317,7 +368,8 @@ class Fitter:
         room = problem.budget_bytes - fixed
         needed, least = _leanest(all_shapes, compiled_bytes)
         if needed > room:
-            raise problem.refusal(self._what_does_not_fit(all_shapes), fixed + needed)
+            told = self._what_does_not_fit({shapes: min(shapes.costs, key=shapes.total) for shapes in all_shapes})
+            raise problem.refusal(told, fixed + needed)
         choices = [shapes.choices() for shapes in all_shapes]
         fastest = sum(min(choice.seconds for choice in each) for each in choices)
 
@@ -333,16 +385,15 @@ class Fitter:
         chosen = [choice.cost for choice in best]
         return chosen, compiled_bytes(cost.compiled for cost in chosen)
 
-    def _what_does_not_fit(self, all_shapes: list[SegmentTiles]) -> str:
-        if not all_shapes:
+    def _what_does_not_fit(self, leanest_of: Mapping[SegmentTiles, TileCost]) -> str:
+        if not leanest_of:
             whole = amount_of(self._fixed, estimate.WHOLE)
             return (
                 f"operators that run on whole fields do not fit: they make {whole:,} bytes beside "
                 f"{total(self._fixed) - whole:,} bytes for the process, the parameters and the readers"
             )
-        leanest_of = {shapes: min(shapes.costs, key=shapes.total) for shapes in all_shapes}
         # What does for it does for all.
-        hungriest = max(all_shapes, key=lambda shapes: shapes.total(leanest_of[shapes]))
+        hungriest = max(leanest_of, key=lambda shapes: shapes.total(leanest_of[shapes]))
         leanest = leanest_of[hungriest]
         tiles = leanest.tile_peak_bytes
         beside = total(self._fixed) + hungriest.total(leanest) - tiles

@@ -134,12 +134,13 @@ def is_read(graph: Graph, node_id: int) -> bool:
 
 def _fields_behind(graph: Graph, roots: list[int], stored: set[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return the fields to compute for the roots, and the fields to read for that."""
+    nodes, operands = graph.nodes, graph.reads
     reads = {root for root in roots if is_read(graph, root)}
     computed = set(roots) - reads
     stack = list(computed)
     while stack:
-        for i in graph.reads[stack.pop()]:
-            if i in stored or is_read(graph, i):
+        for i in operands[stack.pop()]:
+            if i in stored or nodes[i].is_source or nodes[i].op == SCATTER:  # `is_read`, without a call
                 reads.add(i)
             elif i not in computed:
                 computed.add(i)
