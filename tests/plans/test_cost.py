@@ -13,7 +13,7 @@ from gigagrad.devices.machine import BYTE_RATES, Gpu
 from gigagrad.plans import split_segments
 from gigagrad.plans.cost import Costs, tile_shapes
 from tests.plans.networks import graph_of as colour_graph_of
-from tests.plans.networks import plan_of
+from tests.plans.networks import kept_at_best, plan_of, residual
 
 
 def test_a_backward_takes_longer_and_two_threads_less(unet, gate):
@@ -144,3 +144,36 @@ def test_tiles_cut_a_field_evenly(graph_of, size):
             assert side == whole or side % 16 == 0
             if side > 16:  # the next smaller one would make more tiles of it
                 assert math.ceil(whole / (math.ceil(side / 16) * 16 - 16)) > math.ceil(whole / side)
+
+
+@pytest.mark.parametrize("pixels", [0, 64**2])
+def test_equal_blocks_are_costed_once(pixels):
+    """Also in the graph with whole fields; by themselves they cost the same, node by node."""
+    coarse = nn.Sequential(nn.MaxPool2d(4), nn.Conv2d(1, 4, 1), nn.BatchNorm2d(4), nn.Upsample(scale_factor=4))
+    graph = colour_graph_of(nn.Sequential(residual(4), coarse, nn.Conv2d(4, 1, 1)))
+    first = Costs(graph, Machine())
+    shared = first.with_whole(pixels) if pixels else first
+    others = split_segments(graph, kept_at_best(graph)) if pixels else ()
+    segments = split_segments(shared.graph, kept_at_best(shared.graph))
+    forms = [*map(first.form, others), *map(shared.form, segments)]
+    assert len({*forms}) <= len(forms) - len(segments) // 3
+    for costs, segment in [*((first, each) for each in others), *((shared, each) for each in segments)]:
+        alone = Costs(costs.graph, Machine())
+        assert costs.usual_seconds(segment) == alone.usual_seconds(segment)
+        for how in ({"roughly": True}, {}):
+            found, right = (each.of(segment, (32, 48), backward=True, **how) for each in (costs, alone))
+            assert dataclasses.asdict(found) == dataclasses.asdict(right)
+            assert set(found.crops) <= {*segment.reads, *segment.kept}
+
+
+def test_blocks_that_differ_are_not_alike():
+    """In an operator, in how far a kernel reaches, in what wants a gradient."""
+    alike, other, wide, frozen = (nn.Conv2d(4, 4, 3, padding=reach, dilation=reach) for reach in (1, 1, 2, 1))
+    frozen.requires_grad_(requires_grad=False)
+    layers = [nn.Conv2d(3, 4, 1), nn.ReLU(), alike, nn.ReLU(), other, nn.Sigmoid(), wide, nn.ReLU(), frozen, nn.ReLU()]
+    graph = colour_graph_of(nn.Sequential(*layers, nn.Conv2d(4, 1, 1)))
+    costs = Costs(graph, Machine())
+    made = [node.id for node in graph.nodes if node.is_field and not node.is_source and node.shape[1] == 4]
+    segments = split_segments(graph, made[1::2])[:-1]
+    assert len(segments) == 5
+    assert len({costs.form(segment) for segment in segments}) == 5

@@ -6,7 +6,7 @@ from torch import nn
 
 from gigagrad.devices import Machine
 from gigagrad.plans.cost import Costs
-from gigagrad.plans.evictions import Eviction, evictions, placed
+from gigagrad.plans.evictions import Asked, Eviction, evictions, placed
 from gigagrad.plans.segments import split_segments
 from gigagrad.stores.disk import PlannedDiskTier
 from tests.plans.networks import chain_of, graph_of, kept_at_best, problem_of, residual
@@ -19,7 +19,7 @@ def order_of(graph, kept, room=0, machine=USUAL, dropping=True):
     problem = problem_of(graph, machine=machine)
     disk = PlannedDiskTier(room)
     problem = replace(problem, tiers=(*problem.tiers, disk), rooms={disk.name: room})
-    return evictions(problem, Costs(graph, machine), frozenset(kept), dropping=dropping, moving=room > 0)
+    return [*evictions(problem, Costs(graph, machine), frozenset(kept), dropping=dropping, moving=room > 0)]
 
 
 def test_every_field_leaves_once_and_those_dear_by_the_byte_last():
@@ -54,7 +54,7 @@ def test_what_is_dropped_is_computed_again_by_those_that_read_it():
     order = order_of(graph, kept)
     left, seconds = dict.fromkeys(kept, "memory"), []
     for eviction in order:
-        _, left = placed(left, [eviction])
+        (left,) = placed(left, [eviction])
         seconds.append(sum(costs.usual_seconds(segment)[0] for segment in split_segments(graph, left)))
     assert not left
     assert seconds[-1] > seconds[0]
@@ -63,6 +63,13 @@ def test_what_is_dropped_is_computed_again_by_those_that_read_it():
 
 def test_fields_are_placed_as_they_leave():
     kept = {1: "memory", 2: "memory", 3: "memory"}
-    found = placed(kept, [Eviction(2, None), Eviction(3, "disk")])
-    assert found == [kept, {1: "memory", 3: "memory"}, {1: "memory", 3: "disk"}]
+    found = [*placed(kept, [Eviction(2, None), Eviction(3, "disk")])]
+    assert found == [{1: "memory", 3: "memory"}, {1: "memory", 3: "disk"}]
     assert kept == {1: "memory", 2: "memory", 3: "memory"}
+
+
+def test_fields_that_nobody_asks_for_are_not_looked_for():
+    found = iter([{1: "memory"}, {2: "memory"}, {3: "memory"}])
+    asked = Asked(found, 3)
+    assert [asked[1], asked[0], asked[1]] == [{2: "memory"}, {1: "memory"}, {2: "memory"}]
+    assert (len(asked), [*found]) == (3, [{3: "memory"}])

@@ -291,6 +291,32 @@ def test_a_close_look_ends_where_a_segment_needs_as_much_as_is_known_to_do():
     assert needed(below=2 * MIB + 1)[1] is False
 
 
+@pytest.mark.parametrize("most", [8, 10**6])
+@pytest.mark.parametrize(("network", "threads"), [(residual(4), 1), (residual(4), 2), (Ladder(), 2)])
+def test_a_refusal_says_what_a_look_at_all_tiles_does(network, threads, most, monkeypatch):
+    """Few are costed exactly where more kernels are compiled than are ever held."""
+    graph = graph_of(network)
+    kept = dict.fromkeys(kept_at_best(graph), "memory")
+    more = {"machine": Machine(threads=threads), "compiled_bytes": kernels(most, 10 * 1024)}
+
+    def refused():
+        exact = []
+        cost = Costs._cost
+        fitter = Fitter(problem_of(graph, 2 * MIB, **more), Costs(graph, more["machine"]), None)
+        with monkeypatch.context() as patch:
+            patch.setattr(Costs, "_cost", lambda *a, **how: exact.append(not how["roughly"]) or cost(*a, **how))
+            with pytest.raises(BudgetError) as caught:
+                fitter.fit(kept, closely=True)
+        return str(caught.value), caught.value.needed_bytes, sum(exact)
+
+    *told, few = refused()
+    monkeypatch.setattr(Fitter, "_see_that_leanest_fit", lambda *args: None)
+    *all_of_it, many = refused()
+    assert told == all_of_it
+    assert few < 0.5 * many or most > 8
+    Fitter(problem_of(graph, told[1], **more), Costs(graph, more["machine"]), None).fit(kept, closely=True)
+
+
 def test_what_is_held_beside_a_segment_is_counted_anew():
     graph = graph_of(residual(4))
     segment = split_segments(graph, [])[0]

@@ -24,11 +24,14 @@ from gigagrad.plans.memory import (
     _cast_bytes,
     compiled_convolutions,
     compiled_for_tiles,
+    saved_by_convolutions,
     tile_bytes,
     whole_compiled_convolutions,
     whole_field_bytes,
     worst_tile,
 )
+from tests.plans.networks import Ladder, residual
+from tests.plans.networks import graph_of as colour_graph_of
 
 MIB = 2**20
 SMALL = 16 * 2**10
@@ -338,3 +341,15 @@ def test_convolutions_of_whole_fields_are_compiled_once(graph_of):
     graph = graph_of(Whole(), F.mse_loss, (20, 20))
     assert whole_compiled_convolutions(graph, backward=True) == 3
     assert whole_compiled_convolutions(graph, backward=False) == 1
+
+
+@pytest.mark.parametrize("network", [Ladder(), residual(2)])
+def test_whole_fields_take_no_less_than_what_their_convolutions_read(network):
+    graph = colour_graph_of(network, size=64)
+    areas = sorted({node.size(0) * node.size(1) for node in graph.nodes if node.is_field})
+    least = [saved_by_convolutions(graph, pixels) for pixels in areas]
+    taken = [whole_field_bytes(graph.with_whole(pixels), backward=True) for pixels in areas]
+    assert 0 < least[-1] < taken[-1]
+    assert least == sorted(least)
+    assert all(few <= many for few, many in zip(least, taken, strict=True))
+    assert saved_by_convolutions(graph, areas[0] - 1) == 0

@@ -16,8 +16,9 @@ from gigagrad.plans.cost import Costs
 from gigagrad.plans.cuts import Cuts
 from gigagrad.plans.emit import shared_by
 from gigagrad.plans.estimate import ABOUT_AS_FAST, fixed_amounts
-from gigagrad.plans.evictions import evictions, placed
+from gigagrad.plans.evictions import Asked, evictions, placed
 from gigagrad.plans.fit import Fitter, Kept
+from gigagrad.plans.memory import saved_by_convolutions
 from gigagrad.plans.plan import COTANGENTS, FIELDS, Amount, Plan, RankPlan, total
 from gigagrad.plans.problem import Problem
 from gigagrad.plans.segments import gathered, split_segments
@@ -143,7 +144,8 @@ def _worth_whole(problem: Problem) -> Iterator[int]:
     able, room = [area for area in areas[:-1] if area > 1], problem.room_bytes
 
     def is_too_much(pixels: int) -> bool:
-        return room is not None and total(fixed_amounts(problem.of(pixels))) > _MOST_WHOLE * room
+        most = inf if room is None else _MOST_WHOLE * room
+        return saved_by_convolutions(graph, pixels) > most or total(fixed_amounts(problem.of(pixels))) > most
 
     # Larger fields take more memory, so that few graphs are made to find the largest that fit.
     yield from reversed(able[: bisect_left(able, True, key=is_too_much)])
@@ -365,15 +367,16 @@ class _Chooser:
         """
         in_memory = self._fitter.in_memory(wanted)
         order = partial(evictions, self._problem, self._costs, wanted)
+        able, tried = wanted - gathered(self._graph), list[Sequence[Kept]]()
         if any(self._problem.rooms.values()):
-            moved = dict.fromkeys(wanted - gathered(self._graph), [*self._problem.rooms][-1])
-            tried = [
-                placed(in_memory, order(dropping=True, moving=True))[1:],
-                placed(in_memory, order(dropping=False, moving=True))[1:],
-                placed({**in_memory, **moved}, order(dropping=True, moving=False)),
+            moved = dict.fromkeys(able, [*self._problem.rooms][-1])
+            tried += [
+                Asked(placed(in_memory, order(dropping=True, moving=True)), len(able)),
+                [*placed(in_memory, order(dropping=False, moving=True))],
+                Asked(placed({**in_memory, **moved}, order(dropping=True, moving=False)), len(able)),
             ]
         else:
-            tried = [placed(in_memory, order(dropping=True, moving=False))[1:]]
+            tried.append(Asked(placed(in_memory, order(dropping=True, moving=False)), len(able)))
         return [one for candidates in tried for one in self._looked(candidates, at_most)]
 
     def _first_that_fits(self, rated: list[Rated], at_most: float) -> Plan | None:

@@ -164,6 +164,8 @@ class SegmentTiles:
     _known: dict[TileCost, TileChoice] = field(default_factory=dict)
     _passes: dict[tuple[TileCost, str], float] = field(default_factory=dict)
     _work: dict[tuple[TileCost, str], tuple[float, list[tuple[float, float]]]] = field(default_factory=dict)
+    _saved: dict[TileCost, TileCost] = field(default_factory=dict)
+    """Costs where backward passes compute nothing again."""
 
     def __post_init__(self) -> None:
         """Find what it has in common with those `beside` other fields."""
@@ -245,6 +247,8 @@ class SegmentTiles:
     def useful_readers(self, cost: TileCost) -> int:
         """Return the number of threads that these tiles can feed."""
         reading, seconds = self.problem.reading, self._reading_seconds(cost)
+        if not seconds:
+            return 1
         return max(reading.readers(seconds, self._processing_and_tiers(cost, phase)[0]) for phase in self.phases)
 
     def savable(self, cost: TileCost) -> Savable | None:
@@ -253,11 +257,14 @@ class SegmentTiles:
             return None
         of_one = self._tiles_of_most(cost)
         nbytes = int((1 + SAVED_FRAGMENTATION) * cost.saved_bytes)
-        again = replace(
-            cost,
-            backward_seconds=cost.backward_seconds - cost.again_seconds,
-            backward_calls=cost.backward_calls - cost.forward_calls,
-        )
+        if cost not in self._saved:
+            self._saved[cost] = replace(
+                cost,
+                backward_seconds=cost.backward_seconds - cost.again_seconds,
+                backward_calls=cost.backward_calls - cost.forward_calls,
+            )
+        again = self._saved[cost]
+        self._counted[again] = self._bytes_of(cost)
         seconds = self._pass_seconds(cost, "backward") - self._pass_seconds(again, "backward")
         copies = sum(self.problem.graph[i].nbytes for i in self.segment.globals)
         return Savable(cost.tile_count, of_one, nbytes, copies, seconds / cost.tile_count)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from heapq import heappop, heappush
-from typing import NamedTuple
+from itertools import islice
+from typing import Any, NamedTuple
 
 from gigagrad.plans.cost import Costs
 from gigagrad.plans.problem import Problem
@@ -19,8 +20,10 @@ class Eviction(NamedTuple):
     """The tier that it goes to; None where it is computed again."""
 
 
-def evictions(problem: Problem, costs: Costs, kept: frozenset[int], *, dropping: bool, moving: bool) -> list[Eviction]:
-    """Return the fields in the order in which they leave the memory, the one that costs the least time per byte first,
+def evictions(
+    problem: Problem, costs: Costs, kept: frozenset[int], *, dropping: bool, moving: bool
+) -> Iterator[Eviction]:
+    """Yield the fields in the order in which they leave the memory, the one that costs the least time per byte first,
     given that those before it are gone: cuts keep their skips as a whole, and cotangents of large fields live long, so
     that no choice of cuts may fit. With `dropping` they are computed again, with `moving` they go to the first of the
     other tiers that has room for them and their cotangents; with both, whichever takes less time.
@@ -28,7 +31,7 @@ def evictions(problem: Problem, costs: Costs, kept: frozenset[int], *, dropping:
     Greedy, and lazy about it (Minoux, 1978): giving up a field becomes dearer as its neighbours go, so a cost that was
     computed earlier is a lower bound, and only the best candidate's is brought up to date.
     """
-    passes, order = _Passes(problem, costs, kept), list[Eviction]()
+    passes, gone = _Passes(problem, costs, kept), 0
     rooms = dict(problem.rooms) if moving else {}
     heap = [(0.0, i) for i in kept - gathered(problem.graph)]
     fresh: dict[int, int] = {}
@@ -41,24 +44,37 @@ def evictions(problem: Problem, costs: Costs, kept: frozenset[int], *, dropping:
             continue
         seconds, best = min(((passes.seconds_more(way), way) for way in ways), key=lambda pair: pair[0])
         rate = seconds / problem.graph[field].nbytes
-        if fresh.get(field) != len(order) and heap and rate > heap[0][0]:
-            fresh[field] = len(order)
+        if fresh.get(field) != gone and heap and rate > heap[0][0]:
+            fresh[field] = gone
             heappush(heap, (rate, field))
             continue
         passes.apply(best)
         if best.tier is not None:
             rooms[best.tier] -= needed
-        order.append(best)
-    return order
+        gone += 1
+        yield best
 
 
-def placed(kept: Mapping[int, str], gone: Iterable[Eviction]) -> list[dict[int, str]]:
-    """Return the fields kept and the tier of each, before any has left the memory and after each of those gone."""
-    found = [dict(kept)]
+def placed(kept: Mapping[int, str], gone: Iterable[Eviction]) -> Iterator[dict[int, str]]:
+    """Yield the fields kept and the tier of each, after each of those gone has left the memory."""
+    left = dict(kept)
     for field, tier in gone:
-        left = {i: where for i, where in found[-1].items() if i != field}
-        found.append(left if tier is None else {**left, field: tier})
-    return found
+        left = {i: where for i, where in left.items() if i != field} | ({} if tier is None else {field: tier})
+        yield left
+
+
+class Asked(Sequence[dict[int, str]]):
+    """So many of them, of which each is found when it is asked for: the last fields to leave take longest to find."""
+
+    def __init__(self, found: Iterator[dict[int, str]], count: int) -> None:
+        self._found, self._known, self._count = found, list[dict[int, str]](), count
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, place: Any) -> Any:
+        self._known += islice(self._found, max(0, place + 1 - len(self._known)))
+        return self._known[place]
 
 
 class _Passes:

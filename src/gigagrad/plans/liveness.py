@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping
+from itertools import accumulate
 from math import ceil
 
 from gigagrad.graphs import SCATTER, Graph
@@ -73,7 +74,7 @@ def held_by_pass(
     most this share of what is not replicated.
     """
     graph = problem.graph
-    held = [[0, 0] for _ in passes]
+    more = [[0, 0] for _ in range(len(passes) + 1)]  # than during the pass before
     for key, when in lifetimes(graph, segments, passes).items():
         field, cotangent = key
         whole = holds_whole(key, segments, passes, problem.handed)
@@ -81,9 +82,10 @@ def held_by_pass(
             size = buffer_bytes(problem, key, tier, (graph[field].size(0), graph[field].size(1)))
             if not is_replicated(graph, key):
                 size = ceil(held_share * size)
-            for index in when:
-                held[index][cotangent] += size
-    return [(fields, cotangents) for fields, cotangents in held]
+            more[when.start][cotangent] += size
+            more[when.stop][cotangent] -= size
+    fields, cotangents = map(accumulate, zip(*more[:-1], strict=True)) if passes else ((), ())
+    return list(zip(fields, cotangents, strict=True))
 
 
 def kept_bytes(problem: Problem, node_id: int, tier: Tier) -> int:

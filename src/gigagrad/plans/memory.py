@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
-from math import prod
+from math import inf, prod
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -134,6 +134,13 @@ def whole_field_bytes(graph: Graph, *, backward: bool) -> int:
     # Handed over by the segments that read it tile by tile: a sum in float64 beside its rounded copy.
     handed = max((12 * prod(n.shape) for n in graph.nodes if n.op == SCATTER and n.differentiable), default=0)
     return max(most, values + max(peak, handed) + _cast_bytes(graph))
+
+
+def saved_by_convolutions(graph: Graph, pixels: int) -> int:
+    """Count what autograd keeps at least where fields of at most so many pixels are whole: what convolutions read."""
+    nodes, areas = graph.nodes, [n.size(0) * n.size(1) if n.is_field else inf for n in graph.nodes]
+    made = [n for n in nodes if n.is_field and n.differentiable and areas[n.id] <= pixels and lookup(n.op).compiled]
+    return sum(nodes[i].nbytes for i in {i for n in made for i in graph.reads[n.id]} if areas[i] <= pixels)
 
 
 def passing_values(graph: Graph) -> frozenset[int]:
