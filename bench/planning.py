@@ -26,6 +26,7 @@ GIB = 2**30
 FREE_BYTES = 20 * GIB
 """What a machine has free beside the process, where no budget is named."""
 UNET = "smp:Unet?encoder_name=resnet34"
+NESTED = "smp:UnetPlusPlus?encoder_name=resnet34"
 CONVNEXT = "timm:convnext_xlarge"
 
 
@@ -56,19 +57,24 @@ CASES = {
     ),
     "2048 px, evaluation, 2 GiB": Case(model=UNET, size=(2048, 2048), training=False, budget_bytes=2 * GIB),
     "8192 px, evaluation, 2 GiB": Case(model=UNET, size=(8192, 8192), training=False, budget_bytes=2 * GIB),
-    "nested decoder, 4 GiB": Case(
-        model="smp:UnetPlusPlus?encoder_name=resnet34", size=(4096, 4096), budget_bytes=4 * GIB
+    "nested decoder, 4 GiB": Case(model=NESTED, size=(4096, 4096), budget_bytes=4 * GIB),
+    "nested decoder, 6 GiB": Case(model=NESTED, size=(4096, 4096), budget_bytes=6 * GIB),
+    "nested decoder, 8 GiB": Case(model=NESTED, size=(4096, 4096), budget_bytes=8 * GIB),
+    "nested decoder, 8 GiB and scratch": Case(
+        model=NESTED, size=(4096, 4096), budget_bytes=8 * GIB, room_bytes=40 * GIB
     ),
-    "nested decoder, 8 GiB": Case(
-        model="smp:UnetPlusPlus?encoder_name=resnet34", size=(4096, 4096), budget_bytes=8 * GIB
-    ),
-    "nested decoder, 1 GiB, refused": Case(
-        model="smp:UnetPlusPlus?encoder_name=resnet34", size=(1024, 1024), budget_bytes=GIB
-    ),
+    "nested decoder, 12 GiB": Case(model=NESTED, size=(4096, 4096), budget_bytes=12 * GIB),
+    "nested decoder, 2048 px, 3 GiB": Case(model=NESTED, size=(2048, 2048), budget_bytes=3 * GIB),
+    "nested decoder, 1 GiB, refused": Case(model=NESTED, size=(1024, 1024), budget_bytes=GIB),
     "four resolutions, 3 GiB": Case(model="timm:hrnet_w18_small", size=(4096, 4096), budget_bytes=3 * GIB),
     "four resolutions, 16 GiB": Case(model="timm:hrnet_w18_small", size=(16_000, 64_000), budget_bytes=16 * GIB),
     "3461 operators, 4 GiB": Case(model="timm:densenet121", size=(4096, 4096), budget_bytes=4 * GIB),
     "3461 operators, 16 GiB, refused": Case(model="timm:densenet121", size=(16_000, 64_000), budget_bytes=16 * GIB),
+    "mixed kernels, 8 GiB": Case(model="timm:inception_v4", size=(4096, 4096), budget_bytes=8 * GIB),
+    "mixed kernels, 2 GiB, refused": Case(model="timm:inception_v4", size=(4096, 4096), budget_bytes=2 * GIB),
+    "searched cells, 8 GiB": Case(model="timm:nasnetalarge", size=(4096, 4096), budget_bytes=8 * GIB),
+    "searched cells, 4 GiB, refused": Case(model="timm:nasnetalarge", size=(4096, 4096), budget_bytes=4 * GIB),
+    "searched cells, 16 GiB, refused": Case(model="timm:nasnetalarge", size=(16_000, 64_000), budget_bytes=16 * GIB),
     "300 million parameters": Case(model=CONVNEXT, size=(16_000, 64_000)),
     "300 million parameters, 16 GiB and scratch": Case(
         model=CONVNEXT, size=(16_000, 64_000), budget_bytes=16 * GIB, room_bytes=200 * GIB

@@ -300,11 +300,15 @@ def test_a_refusal_says_what_a_look_at_all_tiles_does(network, threads, most, mo
     more = {"machine": Machine(threads=threads), "compiled_bytes": kernels(most, 10 * 1024)}
 
     def refused():
-        exact = []
-        cost = Costs._cost
+        exact, cost = list[bool](), Costs._cost
+
+        def costed(costs, segment, shape, **how):
+            exact.append(not how["roughly"])
+            return cost(costs, segment, shape, **how)
+
         fitter = Fitter(problem_of(graph, 2 * MIB, **more), Costs(graph, more["machine"]), None)
         with monkeypatch.context() as patch:
-            patch.setattr(Costs, "_cost", lambda *a, **how: exact.append(not how["roughly"]) or cost(*a, **how))
+            patch.setattr(Costs, "_cost", costed)
             with pytest.raises(BudgetError) as caught:
                 fitter.fit(kept, closely=True)
         return str(caught.value), caught.value.needed_bytes, sum(exact)

@@ -116,34 +116,24 @@ class TileCost:
         return self.tiles[0] * self.tiles[1]
 
 
-class _Known:
-    """Holds what was computed for segments of graphs of one program, by their form (`Costs.form`)."""
-
-    def __init__(self) -> None:
-        self.nodes: dict[tuple[object, ...], int] = {}
-        """Numbers of what nodes do."""
-        self.segments: dict[tuple[object, ...], int] = {}
-        """Numbers of forms of segments."""
-        self.usual: dict[int, tuple[float, float]] = {}
-        self.costs: dict[tuple[object, ...], tuple[int, TileCost]] = {}
-        """Costs, and the first field of the segment that was asked for first."""
-        self.shapes: dict[tuple[int, int], list[tuple[int, int]]] = {}
-
-
 class Costs:
     """Costs of the segments of one graph, each computed once: plans that keep other fields share most of their
     segments, and networks repeat their blocks. `rounds`: kept fields are rounded on the way to their stores.
     """
 
-    def __init__(self, graph: Graph, machine: Machine, *, rounds: bool = False, known: _Known | None = None) -> None:
+    def __init__(self, graph: Graph, machine: Machine, *, rounds: bool = False, like: Costs | None = None) -> None:
         self.graph = graph
         self._machine = machine
         self._rounds = rounds
         self._with_whole: dict[int, Costs] = {}
-        self._alike = known or _Known()
         self._forms: dict[tuple[object, ...], int] = {}
         self._known: dict[tuple[object, ...], TileCost] = {}
-        self._kinds = _Kinds(graph, self._alike.nodes)
+        # By form, also of segments of graphs `like` this one.
+        self._kinds: _Kinds = _Kinds(graph, {} if like is None else like._kinds.numbers)
+        self._numbers: dict[tuple[object, ...], int] = {} if like is None else like._numbers
+        self._usual: dict[int, tuple[float, float]] = {} if like is None else like._usual
+        self._shapes: dict[tuple[int, int], list[tuple[int, int]]] = {} if like is None else like._shapes
+        self._alike: dict[tuple[object, ...], tuple[int, TileCost]] = {} if like is None else like._alike
         self._steps = Steps.of(graph)
         # Looked up many thousand times.
         self._added = [node.nbytes * (node.differentiable and not node.is_field) for node in graph.nodes]
@@ -157,7 +147,7 @@ class Costs:
         """Return the costs of the graph in which fields of at most so many pixels are whole."""
         if pixels not in self._with_whole:
             graph = self.graph.with_whole(pixels)
-            self._with_whole[pixels] = Costs(graph, self._machine, rounds=self._rounds, known=self._alike)
+            self._with_whole[pixels] = Costs(graph, self._machine, rounds=self._rounds, like=self)
         return self._with_whole[pixels]
 
     def of(self, segment: Segment, shape: tuple[int, int], *, backward: bool, roughly: bool = False) -> TileCost:
@@ -167,9 +157,9 @@ class Costs:
         key = (*segment_key(segment), shape, backward, roughly)
         if key not in self._known:
             form, first = (self.form(segment), shape, backward, roughly), _first(segment)
-            if form not in self._alike.costs:
-                self._alike.costs[form] = first, self._cost(segment, shape, backward=backward, roughly=roughly)
-            other, cost = self._alike.costs[form]
+            if form not in self._alike:
+                self._alike[form] = first, self._cost(segment, shape, backward=backward, roughly=roughly)
+            other, cost = self._alike[form]
             if other != first:
                 cost = replace(cost, crops={i + first - other: crop for i, crop in cost.crops.items()})
             self._known[key] = cost
@@ -178,9 +168,9 @@ class Costs:
     def shapes(self, segment: Segment, ranks: int) -> list[tuple[int, int]]:
         """Return tile shapes worth costing."""
         key = self.form(segment), ranks
-        if key not in self._alike.shapes:
-            self._alike.shapes[key] = tile_shapes(self.graph, segment, ranks)
-        return self._alike.shapes[key]
+        if key not in self._shapes:
+            self._shapes[key] = tile_shapes(self.graph, segment, ranks)
+        return self._shapes[key]
 
     def usual_seconds(self, segment: Segment) -> tuple[float, float]:
         """Predict a forward and a backward pass by one thread with tiles of a usual size, judged by one in the middle:
@@ -190,9 +180,9 @@ class Costs:
         cut in between nearly all of these are halo.
         """
         form = self.form(segment)
-        if form not in self._alike.usual:
-            self._alike.usual[form] = self._judge(segment)
-        return self._alike.usual[form]
+        if form not in self._usual:
+            self._usual[form] = self._judge(segment)
+        return self._usual[form]
 
     def form(self, segment: Segment) -> int:
         """Return a number that segments have in common which do the same to fields of the same kinds, also of graphs
@@ -210,7 +200,7 @@ class Costs:
                 None if segment.output is None else segment.output - first,
                 sum([self._added[i] for i in segment.globals]),
             )
-            self._forms[key] = self._alike.segments.setdefault(form, len(self._alike.segments))
+            self._forms[key] = self._numbers.setdefault(form, len(self._numbers))
         return self._forms[key]
 
     def _judge(self, segment: Segment) -> tuple[float, float]:
@@ -367,7 +357,7 @@ class _Kinds(dict[int, int]):
     """
 
     def __init__(self, graph: Graph, numbers: dict[tuple[object, ...], int]) -> None:
-        self._graph, self._numbers = graph, numbers
+        self._graph, self.numbers = graph, numbers
 
     def __missing__(self, node_id: int) -> int:
         node, nodes = self._graph[node_id], self._graph.nodes
@@ -377,7 +367,7 @@ class _Kinds(dict[int, int]):
             tuple([node_id - i if nodes[i].is_field else None for i in node.operands]),
             *[(n.shape, n.axes, n.patches, n.dtype, n.differentiable) for n in (node, *self._graph.operands(node))],
         )
-        found = self[node_id] = self._numbers.setdefault(kind, len(self._numbers))
+        found = self[node_id] = self.numbers.setdefault(kind, len(self.numbers))
         return found
 
 
