@@ -9,6 +9,7 @@ from functools import cached_property
 from typing import Any
 
 import torch
+from torch import nn
 from torch._utils import _flatten_dense_tensors
 from torch.utils._pytree import tree_map_only
 
@@ -157,10 +158,13 @@ class WholeRun:
 
     def _differentiate(self, loss: torch.Tensor, inputs: dict[str, torch.Tensor]) -> None:
         graph, known = self._prepared.graph, self._known
-        named = (node.arguments["name"] for node in graph.nodes if node.op == "parameter" and node.differentiable)
-        learned = {id(known[name]): known[name] for name in named}
-        # A model that counts its calls may have read others in this one than when it was captured.
-        learned |= {id(each): each for each in self._composite.parameters() if each.requires_grad}
+        named = {node.arguments["name"] for node in graph.nodes if node.op == "parameter" and node.differentiable}
+        # A model that counts its calls may have read other parameters in this one than when it was captured.
+        learned = {
+            id(tensor): tensor
+            for name, tensor in known.items()
+            if name in named or (isinstance(tensor, nn.Parameter) and tensor.requires_grad)
+        }
         pairs: list[tuple[torch.Tensor, torch.Tensor | None]] = [(each, each) for each in learned.values()]
         pairs += [(value, self._sources[name].given) for name, value in inputs.items() if value.requires_grad]
         if not (pairs and loss.requires_grad):

@@ -230,6 +230,8 @@ class _Chooser:
         self._fitter, self._tried = Fitter(problem, costs, tiles, ranks, saved), tried
         self._refused: dict[frozenset[tuple[int, str]], tuple[int, int]] = {}
         """Fields by tier, the bytes that a rough look found them to need, and those that they take without any tile."""
+        self._samples: list[tuple[Sequence[Kept], list[int]]] = []
+        """Candidates, and which of them a rough look begins with: it may end before the last, which need least."""
 
     def best(self, at_most: float) -> Plan | None:
         """Keep what is worth keeping in memory; where that does not fit, the faster of evicting single fields and of
@@ -264,7 +266,8 @@ class _Chooser:
             return self._polished(found, selections[0])
         if at_most < inf:
             return None
-        for kept in map(in_memory, selections):
+        samples = (candidates[place] for candidates, places in self._samples for place in places)
+        for kept in (*map(in_memory, selections), *filter(self._fitter.has_room, samples)):
             self._refuse(kept, self._fitter.least_bytes(kept))
         return self._closely()
 
@@ -396,6 +399,7 @@ class _Chooser:
         found: list[tuple[float, int]] = []
         step = max(1, -(-len(candidates) // _FIRST_LOOK))
         asked = [*range(len(candidates) - 1, -1, -step)][::-1]
+        self._samples.append((candidates, asked))
         while True:
             slower = 0
             for count in (count for count in asked if count not in tried):

@@ -138,7 +138,7 @@ class _BackwardOnly(torch.autograd.Function):
 class Convolution(OfWeight, WindowRule):
     """2-D convolution: stride, dilation, groups, asymmetric padding and the `'same'` / `'valid'` forms."""
 
-    compiled = True
+    backward_without_output = True
     errors_reach_weight = True
 
     def axes(self, call: Call, rank: int) -> Axes:
