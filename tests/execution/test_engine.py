@@ -59,6 +59,7 @@ def test_state_repeats_the_same_plan(net, bce, pair):
         ({"memory": 2.5}, "whole number of bytes"),
         ({"tile": (0, 4)}, "tile must be"),
         ({"tile": (4,)}, "tile must be"),
+        ({"tile": 16}, "tile must be"),
         ({"device": "tpu9000"}, "unknown device"),
         ({"device": "meta"}, "unknown device"),
         ({"loss": 3}, "loss must be a callable"),

@@ -262,6 +262,17 @@ def test_dilated_convolutions_in_bfloat16_run_contiguous(dilation, precision, la
     assert all(p.grad.isfinite().all() for p in model.parameters())
 
 
+@pytest.mark.parametrize(
+    ("kernel", "side", "layout"), [(3, 8, "contiguous"), (3, 64, "channels_last"), (1, 8, "channels_last")]
+)
+def test_weights_larger_than_fields_are_not_turned(kernel, side, layout):
+    model = torch.nn.Sequential(torch.nn.Conv2d(3, 64, 1), torch.nn.Conv2d(64, 64, kernel, padding=kernel // 2))
+    engine = gg.compile(torch.nn.Sequential(model, torch.nn.Conv2d(64, 1, 1)), bce, tile=(16, 16))
+    engine.in_tiles = True
+    plan = engine.plan(torch.rand(1, 3, side, side), torch.zeros(1, 1, side, side))
+    assert plan.memory_format == layout
+
+
 def prepared(engine, pair):
     """What was prepared, in order, and whether each of it came to its end."""
     heard: list[Preparing] = []

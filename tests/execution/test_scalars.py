@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+import gigagrad as gg
 from gigagrad.devices import device_for
 from gigagrad.execution import scalars
 from gigagrad.execution.scalars import ScalarGraph, add
@@ -44,6 +45,43 @@ def test_a_sum_is_no_view_of_its_first_value_and_lies_as_it_does():
     add(sums, 0, first, torch.float64)
     assert first.eq(1).all()
     assert sums[0].is_contiguous(memory_format=torch.channels_last)
+
+
+def test_a_first_value_that_nobody_else_holds_becomes_the_sum():
+    sums: dict[int, torch.Tensor] = {}
+    given = [torch.ones(4, 4), torch.ones(4, 4), torch.ones(4, 8)[:, :4]]
+    held, places = given[1].detach(), [value.data_ptr() for value in given]
+    for key, value in enumerate(given):
+        add(sums, key, value, torch.float32, take=True)
+    add(sums, 3, torch.ones(4, 4), torch.float64, take=True)
+    assert [sums[key].data_ptr() == place for key, place in enumerate(places)] == [True, False, False]
+    add(sums, 1, torch.ones(4, 4), torch.float32)
+    assert held.eq(1).all()
+    assert sums[3].dtype == torch.float64
+
+
+class _Shared(nn.Module):
+    """The gradients of two parameters lie in the same memory, and only one of them gets more."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = (nn.Parameter(torch.full((1, 4, 1, 1), value)) for value in (0.5, 0.25))
+        self.norm = nn.Sequential(nn.Conv2d(4, 4, 7), nn.BatchNorm2d(4), nn.Conv2d(4, 4, 7), nn.BatchNorm2d(4))
+
+    def forward(self, x_NCHW: torch.Tensor) -> torch.Tensor:
+        return torch.relu(self.norm(x_NCHW * self.one) + (self.one + self.two))
+
+
+def test_gradients_in_one_memory_stay_apart():
+    model, plain = _Shared().double(), _Shared().double()
+    plain.load_state_dict(model.state_dict())
+    image, target = torch.randn(1, 4, 30, 30).double(), torch.randn(1, 4, 18, 18).double()
+    F.mse_loss(plain(image), target).backward()
+    engine = gg.compile(model, F.mse_loss)
+    engine.in_tiles = True
+    engine.backward(image, target)
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-11, atol=1e-13)
 
 
 class _Tokens(nn.Module):

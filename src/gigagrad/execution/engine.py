@@ -80,7 +80,7 @@ class Engine:
             raise ConfigError(f"loss must be a callable loss(output, target), got {type(loss).__name__}")
         if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
             raise ConfigError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
-        if tile is not None and (len(tile) != 2 or min(tile) < 1):
+        if tile is not None and not (isinstance(tile, tuple | list) and len(tile) == 2 and min(tile) >= 1):
             raise ConfigError(f"tile must be (height, width) in pixels, both at least 1, got {tile!r}")
         if precision not in _PRECISIONS:
             raise ConfigError(f"unknown precision {precision!r}; use one of {', '.join(map(str, _PRECISIONS))}")
