@@ -6,7 +6,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import islice
+from itertools import chain, islice
 from math import inf
 from operator import itemgetter
 from typing import TypeVar
@@ -372,11 +372,11 @@ class _Chooser:
         order = partial(evictions, self._problem, self._costs, wanted)
         able, tried = wanted - gathered(self._graph), list[Sequence[Kept]]()
         if any(self._problem.rooms.values()):
-            moved = dict.fromkeys(able, [*self._problem.rooms][-1])
+            moved = in_memory | dict.fromkeys(able, [*self._problem.rooms][-1])
             tried += [
                 Asked(placed(in_memory, order(dropping=True, moving=True)), len(able)),
                 [*placed(in_memory, order(dropping=False, moving=True))],
-                Asked(placed({**in_memory, **moved}, order(dropping=True, moving=False)), len(able)),
+                Asked(chain([moved], placed(moved, order(dropping=True, moving=False))), len(able) + 1),
             ]
         else:
             tried.append(Asked(placed(in_memory, order(dropping=True, moving=False)), len(able)))

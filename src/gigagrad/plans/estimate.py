@@ -247,8 +247,6 @@ class SegmentTiles:
     def useful_readers(self, cost: TileCost) -> int:
         """Return the number of threads that these tiles can feed."""
         reading, seconds = self.problem.reading, self._reading_seconds(cost)
-        if not seconds:
-            return 1
         return max(reading.readers(seconds, self._processing_and_tiers(cost, phase)[0]) for phase in self.phases)
 
     def savable(self, cost: TileCost) -> Savable | None:

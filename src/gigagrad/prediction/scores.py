@@ -143,7 +143,7 @@ class Confusion:
         found = cls(classes, content["ignored"], planes)
         found.counts += counts
         found.ignored_pixels = content["ignored_pixels"]
-        found.renumbered = content["renumbered"]
+        found.renumbered = content.get("renumbered", False)  # not in earlier records
         return found
 
     @property
