@@ -372,7 +372,7 @@ class _Chooser:
         order = partial(evictions, self._problem, self._costs, wanted)
         able, tried = wanted - gathered(self._graph), list[Sequence[Kept]]()
         if any(self._problem.rooms.values()):
-            moved = in_memory | dict.fromkeys(able, [*self._problem.rooms][-1])
+            moved = {**in_memory, **dict.fromkeys(able, [*self._problem.rooms][-1])}
             tried += [
                 Asked(placed(in_memory, order(dropping=True, moving=True)), len(able)),
                 [*placed(in_memory, order(dropping=False, moving=True))],
