@@ -84,6 +84,28 @@ def test_gradients_in_one_memory_stay_apart():
         torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-11, atol=1e-13)
 
 
+class _Scaled(nn.Module):
+    """Each channel is multiplied by an entry of a table whose gradient is sparse."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.first = nn.Embedding(10, 4, sparse=True), nn.Conv2d(3, 4, 3)
+
+    def forward(self, x_NCHW: torch.Tensor) -> torch.Tensor:
+        return self.first(x_NCHW) * self.table(torch.tensor([3])).view(1, 4, 1, 1)
+
+
+@pytest.mark.parametrize("in_tiles", [False, True])
+def test_sparse_gradients_are_added_up_as_dense_ones(in_tiles):
+    model, image, target = _Scaled(), torch.rand(1, 3, 16, 16), torch.rand(1, 4, 14, 14)
+    expected = torch.autograd.grad(F.mse_loss(model(image), target), model.table.weight)[0].to_dense()
+    engine = gg.compile(model, F.mse_loss)
+    engine.in_tiles = in_tiles
+    engine.backward(image, target)
+    assert model.table.weight.grad is not None
+    torch.testing.assert_close(model.table.weight.grad, expected)
+
+
 class _Tokens(nn.Module):
     """Features of every pixel, mixed over all pixels, back in the image's form: a copy of them in another order."""
 

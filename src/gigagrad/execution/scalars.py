@@ -48,9 +48,10 @@ def add(
     take: bool = False,
 ) -> None:
     """Add to a sum in this dtype. Unless told otherwise it lies in memory as the first value did: others of the kind
-    are added fastest. With `take` the first value becomes the sum as it is, where nobody else holds its memory.
+    are added fastest. With `take` the first value becomes the sum as it is, where nobody else holds its memory. Sums of
+    sparse values are dense.
     """
-    total = sums.get(key)
+    value, total = value.to_dense() if value.is_sparse else value, sums.get(key)
     if total is None:
         copied = not (take and _is_held_once(value))
         sums[key] = value.detach().to(dtype, copy=copied, memory_format=layout)
