@@ -1,5 +1,6 @@
 """Heads over bags of patches, against their published equations, parameter counts and plain computations."""
 
+from math import prod
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ from torch import nn
 
 import gigagrad as gg
 from gigagrad.errors import ModelError
+from gigagrad.graphs import GATHER
 from gigagrad.models.mil import (
     HEADS,
     AttentionPool,
@@ -278,3 +280,12 @@ def test_the_engine_has_autograd_s_gradients(name, training, frozen):
             assert parameter.grad is None
         else:
             torch.testing.assert_close(parameter.grad, gradient, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", ["mean", "max", "abmil", "clam"])
+def test_features_of_all_patches_are_pooled_chunk_by_chunk(name):
+    """No operator reads the features as a whole: memory would grow with the number of patches."""
+    model = BagNetwork(Encoder(), HEADS[name](6, 2, **SMALL.get(name, {}))).eval()
+    engine = gg.compile(model, F.cross_entropy)
+    graph = engine.problem(torch.rand(300, 3, 8, 8), torch.tensor([1])).graph
+    assert all(prod(node.shape) <= 300 for node in graph.nodes if node.op == GATHER)

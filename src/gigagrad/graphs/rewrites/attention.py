@@ -14,6 +14,7 @@ from typing import Any
 from gigagrad.graphs.builder import STRUCTURE, Builder, rewrites
 from gigagrad.graphs.graph import SCATTER, Node, Ref, references
 from gigagrad.graphs.op_rules import NotTileable, aten
+from gigagrad.graphs.rewrites.reductions import weighted_sum
 
 _PRODUCTS = {"aten.matmul.default": ("self", "other"), "aten.bmm.default": ("self", "mat2")}
 _SOFTMAX = aten("softmax.int _softmax")
@@ -31,7 +32,7 @@ def _product(builder: Builder, op: str, arguments: dict[str, Any]) -> Ref:
         attended = _attention(builder, query, builder.aten("transpose.int", key, -2, -1), value, scale)
         if attended is not None:
             return attended
-    return builder.one(op, arguments)
+    return weighted_sum(builder, op, arguments)
 
 
 @rewrites(STRUCTURE, aten("scaled_dot_product_attention"))

@@ -49,8 +49,8 @@ def _total(builder: Builder, field: Ref, dims: list[int], *, mean: bool, keepdim
     return builder.to_dtype(total, node.dtype) if node.dtype.is_floating_point else total
 
 
-@rewrites(ON_FIELDS, aten("matmul mm"))
-def _weighted_sum(builder: Builder, op: str, arguments: dict[str, Any]) -> Ref:
+@rewrites(ON_FIELDS, aten("mm"))
+def weighted_sum(builder: Builder, op: str, arguments: dict[str, Any]) -> Ref:
     """Rewrite few rows of weights `(K, N)`, known for all patches, times their features `(N, D)`: sums over patches."""
     (weights, features), rows = arguments.values(), list[Ref]()
     node = builder.node(features)
