@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from gigagrad.errors import TargetError
+from gigagrad.masks import IGNORED
 from gigagrad.prediction.scores import ClassScore, Confusion, mean_sd
 
 shapes = st.tuples(st.integers(1, 12), st.integers(1, 12))
@@ -51,6 +52,25 @@ def test_several_classes_average_over_those_that_occur():
     assert ClassScore.of("", 3, confusion.counts[0]).dice is None
     assert confusion.dice == pytest.approx(2 / 3)
     assert confusion.iou == pytest.approx(1 / 2)
+
+
+def narrowed(pred: list[int], truth: list[int]) -> Confusion:
+    counts = Confusion(IGNORED + 1)
+    counts.add(np.array(pred, np.uint8), np.array(truth, np.uint8))
+    return counts.narrowed(IGNORED)
+
+
+def test_foreground_of_255_counts_beside_a_mask_that_leaves_pixels_out():
+    confusion = narrowed([255, 255, 0, 255, 0], [1, 0, 1, 255, 0])
+    assert confusion.counts[0].tolist() == [[1, 1], [1, 1]]
+    assert (confusion.dice, confusion.ignored_pixels) == (0.5, 1)
+    assert narrowed([1, 1, 0, 1, 0], [1, 0, 1, 255, 0]).counts[0].tolist() == [[1, 1], [1, 1]]
+
+
+def test_pixels_of_255_beside_class_ids_of_a_prediction_are_not_left_out():
+    with pytest.raises(TargetError, match="prediction holds the value 255 beside class ids"):
+        narrowed([1, 2, 255, 255, 0], [1, 2, 2, 0, 0])
+    assert narrowed([1, 2, 255], [1, 2, 255]).dice == 1  # where the truth leaves them out, too
 
 
 def test_refuses_what_cannot_be_compared():

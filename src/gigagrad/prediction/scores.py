@@ -108,19 +108,32 @@ class Confusion:
     def narrowed(self, ignored: int) -> Confusion:
         """Narrow counts of every value of a byte: to foreground against background where each mask has but one value
         above 0, else those of the class ids up to the largest, where a true value of `ignored` does not count.
+
+        A prediction of that value alone is foreground beside a true mask of one class, too. Raises `TargetError` where
+        it is predicted beside others.
         """
-        (counts,) = self.counts
+        counts, left_out = self.counts[0].copy(), 0
         of_truth, of_pred = (np.flatnonzero(counts.sum(axis)) for axis in (1, 0))
-        if max(np.count_nonzero(of_truth), np.count_nonzero(of_pred)) <= 1:
-            binary = Confusion()
-            binary.renumbered = not {*of_truth.tolist(), *of_pred.tolist()} <= {0, 1}
-            binary.counts[:] = [[counts[0, 0], counts[0, 1:].sum()], [counts[1:, 0].sum(), counts[1:, 1:].sum()]]
-            return binary
-        largest = max(int(ids[ids != ignored].max(initial=1)) for ids in (of_truth, of_pred))
-        several = Confusion(largest + 1, ignored)
-        several.counts[0] = counts[: largest + 1, : largest + 1]
-        several.ignored_pixels = int(counts[ignored].sum())
-        return several
+        binary = max(np.count_nonzero(of_truth), np.count_nonzero(of_pred)) <= 1
+        if not binary:
+            left_out, counts[ignored] = int(counts[ignored].sum()), 0
+            of_truth, of_pred = (np.flatnonzero(counts.sum(axis)) for axis in (1, 0))
+            binary = {*of_pred.tolist()} - {0} == {ignored} and np.count_nonzero(of_truth) <= 1
+        if binary:
+            found = Confusion()
+            found.renumbered = not {*of_truth.tolist(), *of_pred.tolist()} <= {0, 1}
+            found.counts[:] = [[counts[0, 0], counts[0, 1:].sum()], [counts[1:, 0].sum(), counts[1:, 1:].sum()]]
+        elif ignored in of_pred:
+            raise TargetError(
+                f"the prediction holds the value {ignored} beside class ids; of a true mask that is what is left out, "
+                "of a prediction it is no class: renumber it"
+            )
+        else:
+            largest = max(int(ids.max(initial=1)) for ids in (of_truth, of_pred))
+            found = Confusion(largest + 1, ignored)
+            found.counts[0] = counts[: largest + 1, : largest + 1]
+        found.ignored_pixels = left_out
+        return found
 
     def plus(self, other: Confusion) -> Confusion:
         """Add the counts of both; a class that one of them does not know occurs nowhere in it."""
