@@ -11,10 +11,12 @@ import numpy as np
 import pytest
 import tifffile
 
+import gigagrad as gg
 from gigagrad.boxes import Box
 from gigagrad.cohorts.rows import told_apart
 from gigagrad.errors import ConfigError
-from gigagrad.images import open_image, write_pyramid
+from gigagrad.images import open_image
+from gigagrad.prediction.attention import write_map
 from gigagrad.view.catalog import Item, Predicted, find
 from gigagrad.view.slides import MOST_OPEN, Opened, Slides
 
@@ -347,16 +349,21 @@ def test_a_run_brings_its_cohort_and_its_curves(jpeg_slide, jpeg_label, tmp_path
     assert item.table.foreground == ("tissue",)
 
 
-def test_attention_is_shown_by_rank_where_its_patches_lie(jpeg_slide, tmp_path):
-    attention = np.zeros((22, 29), np.float32)  # of 32 px each, a little more than the slide
-    attention[2, 3], attention[4, 5] = 1e-6, 0.9
-    write_pyramid(tmp_path / "small.tif", [attention], shape=(22, 29, 1), dtype=np.float32, nearest=False, mpp=0.5 * 32)
+@pytest.mark.parametrize(("side", "mpp"), [(32, None), (32, 2.0), (64, None)])
+def test_attention_is_shown_by_rank_where_its_patches_lie(jpeg_slide, tmp_path, side, mpp):
+    # The map of 64 px, 32 um, is beyond what a file is believed; one may be predicted at another mpp than the file's.
+    with gg.open_image(jpeg_slide, mpp=mpp) as slide, gg.open_bag(slide, side, None, tissue=None) as bag:
+        attention = np.zeros(len(bag))
+        for place, value in (((3, 2), 1e-6), ((5, 4), 0.9)):
+            attention[(bag.coords == np.array(place) * side).all(axis=1)] = value
+        write_map(tmp_path / "small.tif", bag, attention)
+        height, width = (-(-length // side) * side for length in slide.shape[1:])
     predicted = Predicted(tmp_path, attention=tmp_path / "small.tif")
     item = dataclasses.replace(find([jpeg_slide]).items[0], predictions=(predicted,))
     opened = Opened(item)
     assert named(opened) == [("Attention (rank)", "probabilities")]
-    assert opened.layers[0].part == Box(0, 0, 704, 928)
-    places = [(2 * 32, 3 * 32), (3 * 32 - 1, 4 * 32 - 1), (4 * 32, 5 * 32), (0, 0), (3 * 32, 4 * 32)]
+    assert opened.layers[0].part == Box(0, 0, height, width)
+    places = [(2 * side, 3 * side), (3 * side - 1, 4 * side - 1), (4 * side, 5 * side), (0, 0), (3 * side, 4 * side)]
     assert [values(opened, *place)["layers"][1] for place in places] == ["0.500", "0.500", "1.000", "0.000", "0.000"]
     opened.close()
 

@@ -1,8 +1,10 @@
-"""Read which patches of a bag a model attended to, from the tiles that `predict` writes for QuPath."""
+"""Read which patches of a bag a model attended to, from the tiles that `predict` writes for QuPath, and where its maps
+of them lie."""
 
 from __future__ import annotations
 
 import math
+import re
 from pathlib import Path
 from typing import Any, Final
 
@@ -15,6 +17,19 @@ from gigagrad.files import read_json
 
 _SHOWN: Final = 12
 """Patches with most attention, and as many with least."""
+
+
+def map_cell(path: Path) -> int | None:
+    """Return how many pixels of level 0 a pixel of a map of attention is wide and high, as `predict` writes it; None of
+    any other file. Micrometres do not say: both files may have others, or none."""
+    import tifffile
+
+    try:
+        with tifffile.TiffFile(path) as file:
+            found = re.match(r"gigagrad attention of patches, a pixel is (\d+) px", str(file.pages.first.description))
+    except Exception:  # anybody's file
+        return None
+    return None if found is None else int(found[1])
 
 
 class Patches:

@@ -26,7 +26,7 @@ from gigagrad.masks.classes import IGNORED, as_bytes, class_names, mask_classes
 from gigagrad.masks.outlines import in_pixels
 from gigagrad.view.catalog import Item, Predicted
 from gigagrad.view.layers import ERRORS, Layer, Shades, apart, classes_in, differences, jpeg
-from gigagrad.view.patches import Patches
+from gigagrad.view.patches import Patches, map_cell
 from gigagrad.view.plans import read_plan
 from gigagrad.view.pyramids import TILE, ImagePyramid, MadePyramid, OutlinePyramid, Pyramid, errors
 
@@ -186,8 +186,7 @@ class Opened:
             return np.where(attention > 0, ranks, 0).astype(np.float32)
 
         part = None
-        if image.mpp is not None and self.slide.mpp is not None:  # the last pixels may reach out of the slide
-            side = round(image.mpp / self.slide.mpp)
+        if (side := map_cell(path)) is not None:  # the last pixels may reach out of the slide
             part = Box.whole(image.height * side, image.width * side)
         return Layer("Attention (rank)", "probabilities", MadePyramid(ranked, pyramid), (), part)
 
