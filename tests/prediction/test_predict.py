@@ -27,6 +27,7 @@ from gigagrad.prediction import outputs
 from gigagrad.prediction.predict import predict
 
 module = importlib.import_module("gigagrad.prediction.predict")
+cohort_scores = importlib.import_module("gigagrad.prediction.cohort_scores")
 
 
 class Darkness(nn.Module):
@@ -91,6 +92,23 @@ def test_while_it_predicts_it_says_which_tile_is_computed(config, tmp_path, jpeg
     assert (work["slide"], work["job"]) == (str(jpeg_slide), "predict")
     assert all(Box(*box).within(Box.whole(700, 900)) for box in work["boxes"])
     assert not list((tmp_path / "out").glob(".now*"))
+
+
+def test_a_model_is_scored_as_it_predicts(config, tmp_path, jpeg_slide, monkeypatch):
+    truth = (whole(jpeg_slide).astype(np.float32).mean(0) < 160).astype(np.uint8)
+    write_pyramid(tmp_path / "true.tif", [truth], shape=(*truth.shape, 1), dtype=np.uint8, nearest=True)
+    table = tmp_path / "cohort.csv"
+    table.write_text(f"slide,mask\n{jpeg_slide},true.tif\n")
+    settings: dict[str, Any] = {"threshold": 0.9999, "mpp": 1.0, "target_mpp": 2.0}
+    (result,) = predict(config(slides=(table,), outputs=("mask",), **settings))
+    assert (result.height, result.width) == (350, 450)  # the level of 1 um/px by what the file says
+    assert result.dice is not None
+    assert result.dice < 0.99
+    monkeypatch.setattr(cohort_scores, "load_model", lambda path, trust: ("Darkness", Darkness().eval()))
+    assert cohort_scores.evaluate_model(tmp_path / "run", table, **settings).dice[0] == result.dice
+    assert cohort_scores.evaluate_masks(tmp_path / "out", table).dice[0] == result.dice
+    with pytest.raises(ConfigError, match="only_tissue is of predictions"):
+        cohort_scores.evaluate_model(tmp_path / "run", table, only_tissue="auto")
 
 
 def files_in(folder):

@@ -34,7 +34,7 @@ from gigagrad.models.bag_names import is_bag_name
 from gigagrad.models.networks import check_intensities
 from gigagrad.prediction.classes import image_shape
 from gigagrad.prediction.outlines import write_overlay
-from gigagrad.prediction.outputs import made_with
+from gigagrad.prediction.outputs import made_with, open_slide
 from gigagrad.prediction.slide_scores import Reading, output_of, weighted_sum
 from gigagrad.shares import Share
 
@@ -109,7 +109,7 @@ class _Job:
     def make(self, row: Row) -> tuple[Path, str]:
         """Write both files of a slide, unless they are there. Returns the picture, and in a few words what was done."""
         path, picture = self._paths(row)
-        with row.open(self._config.resolved_level) as slide:
+        with open_slide(self._config, row) as slide:
             settings = {
                 "of": self._of or "what is predicted",
                 "module": self._module,

@@ -31,7 +31,7 @@ from gigagrad.masks import IGNORED, ClassTable, is_annotation_file, open_mask, r
 from gigagrad.models import load_model
 from gigagrad.models.networks import check_intensities
 from gigagrad.prediction.classes import Channels, image_shape, require_mask
-from gigagrad.prediction.outputs import made_with
+from gigagrad.prediction.outputs import made_with, open_slide
 from gigagrad.prediction.predict import bags_for
 from gigagrad.prediction.scores import Confusion, Evaluation, counts_of, score_logits, score_masks
 from gigagrad.prediction.slide_scores import Reading, SlideEvaluation, compare_labels, output_of
@@ -47,6 +47,8 @@ class OfModel:
     def __init__(self, config: PredictConfig, cohort: str | Path, events: Events, *, labelled: bool) -> None:
         self.table, self.threshold = config.resolved_table, config.threshold
         self._config, self._cohort, self.labelled = config, cohort, labelled
+        if config.only_tissue is not None:
+            raise ConfigError("only_tissue is of predictions: predict with it, and evaluate what was predicted")
         spec, self._model = load_model(config.model_path, config.trust)
         self._bags = bags_for(config, spec)
         if self._bags is not None and not labelled:
@@ -60,7 +62,9 @@ class OfModel:
         with self._opened(entry) as (slide, seen, channels):
             assert channels is not None, "it was refused"
             with _truth(entry, slide, self.table, channels.planes) as truth:
-                return score_logits(self._engine.stream(seen), truth, channels, self.table, seen)
+                return score_logits(
+                    self._engine.stream(seen), truth, channels, self.table, seen, threshold=self.threshold
+                )
 
     def scores(self, entry: Row) -> tuple[Reading, Mapping[str, float]]:
         """Return a slide's scores and how they are read. Raises `ConfigError`, `ImageError` and `ModelError`."""
@@ -87,11 +91,12 @@ class OfModel:
     def basis(self, entry: Row) -> Sequence[Any]:
         """Return what the two follow from: plain values and paths of files."""
         files = entry.files if self._bags is None else (*entry.files, *self._bags.patches.files(entry))
-        return dataclasses.asdict(self._made_with), self._config.run_loss, self.labelled, entry.mpp, files
+        mpp = self._config.mpp or entry.mpp
+        return dataclasses.asdict(self._made_with), self._config.run_loss, self.labelled, mpp, files
 
     @contextmanager
     def _opened(self, entry: Row) -> Iterator[tuple[Image, Image, Channels | None]]:
-        with entry.open(self._config.resolved_level) as slide:
+        with open_slide(self._config, entry) as slide:
             seen = self._config.resolved_input_view.of(slide)
             check_intensities(self._model, seen)
             shape = image_shape(self._engine, seen)
@@ -137,8 +142,11 @@ class OfPredictions:
         made_with = record.made_with if record is not None else None
         table = self._given or (ClassTable.parse(made_with.classes) if made_with and made_with.classes else None)
         count = record.classes if record is not None and record.classes else table.count if table is not None else 0
-        # Level 0 for masks from elsewhere, and for those whose level was chosen by resolution.
-        level = (made_with.level if made_with is not None else None) or 0
+        level = (made_with.level if made_with is not None else None) or 0  # which it is for masks from elsewhere
+        if record is not None and record.made_with.target_mpp is not None:
+            with entry.open() as slide:
+                shapes = [each.shape for each in slide.levels]
+            level = next((index for index, shape in enumerate(shapes) if shape == (record.height, record.width)), 0)
         with (
             open_ids(self._mask(entry)) as predicted,
             entry.open(level) as slide,

@@ -17,12 +17,13 @@ import torch
 from numpy.typing import NDArray
 
 from gigagrad.boxes import tiles
+from gigagrad.cohorts import Row
 from gigagrad.cohorts.records import MadeWith
 from gigagrad.config.predict import PredictConfig
 from gigagrad.execution.sinks import Pyramid, Sink
 from gigagrad.files import digest_of
 from gigagrad.images import Image, MaskClass, write_pyramid
-from gigagrad.images.georeference import geotiff_tags
+from gigagrad.images.georeference import geotiff_tags, level_near
 from gigagrad.masks import IGNORED, LabelMap
 from gigagrad.prediction.classes import Channels
 from gigagrad.prediction.graphs import tissue_graph, write_graph
@@ -206,6 +207,15 @@ OUTPUTS: Final[dict[str, Output]] = {
     "labelmap": Output(write=_label_map),
     "attention": Output(),
 }
+
+
+def open_slide(config: PredictConfig, row: Row) -> Image:
+    """Open a slide at the level, and with the resolution, that the settings ask for. Raises `ImageError`."""
+    level = config.resolved_level
+    if config.target_mpp is not None:  # which raises `ImageError` where the slide's is unknown
+        with row.open(mpp=config.mpp) as slide:
+            level = level_near(slide, config.target_mpp)
+    return row.open(level, config.mpp)
 
 
 def made_with(config: PredictConfig, model: str) -> MadeWith:

@@ -37,7 +37,6 @@ from gigagrad.execution.engine import Engine
 from gigagrad.execution.sinks import Several, Sink
 from gigagrad.files import content_digest, size_of, write_agreed
 from gigagrad.images import Image, open_image
-from gigagrad.images.georeference import level_near
 from gigagrad.images.layout import plain_stem
 from gigagrad.masks import find_tissue, is_annotation_file, open_mask
 from gigagrad.models import load_model
@@ -48,7 +47,7 @@ from gigagrad.models.saved import ONNX
 from gigagrad.prediction.attention import WithAttention, attends, write_attention
 from gigagrad.prediction.classes import Channels, image_shape
 from gigagrad.prediction.exported import ExportedEngine
-from gigagrad.prediction.outputs import OUTPUTS, Predicted, Streaming, made_with
+from gigagrad.prediction.outputs import OUTPUTS, Predicted, Streaming, made_with, open_slide
 from gigagrad.prediction.polygons import trace, with_probabilities
 from gigagrad.prediction.scores import counts_of, score_masks
 from gigagrad.prediction.slide_scores import Reading, check_table, checked_output, output_of, score_tables
@@ -208,11 +207,7 @@ class Predictor:
         if self.bags is not None:
             return self._score_bag(self.bags, entry, result)
         with ExitStack() as opened:
-            level = self.config.resolved_level
-            if self.config.target_mpp is not None:  # which raises `ImageError` where the slide's is unknown
-                with entry.open(mpp=self.config.mpp) as slide:
-                    level = level_near(slide, self.config.target_mpp)
-            slide = opened.enter_context(entry.open(level, self.config.mpp))
+            slide = opened.enter_context(open_slide(self.config, entry))
             result = dataclasses.replace(result, height=slide.height, width=slide.width, mpp=slide.mpp)
             self._events.emit(entry.begun(slide))
             seen = self.look.of(slide)

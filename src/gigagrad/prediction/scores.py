@@ -305,16 +305,17 @@ def score_logits(
     channels: Channels,
     table: ClassTable | None,
     seen: Image | None = None,
+    threshold: float = 0.5,
 ) -> Confusion:
     """Compare tiles of `(1, C, h, w)` logits with the same boxes of the true mask; holds one tile at a time.
 
-    With one channel every value of the mask above 0 is foreground. `table` has the mask's classes; pixels that are
-    ignored do not count, nor do those where `seen` has no data. Raises `ModelError` for outputs that are no
-    segmentation, `TargetError` as `Confusion.add` does.
+    With one channel every value of the mask above 0 is foreground, and so is a probability above `threshold`. `table`
+    has the mask's classes; pixels that are ignored do not count, nor do those where `seen` has no data. Raises
+    `ModelError` for outputs that are no segmentation, `TargetError` as `Confusion.add` does.
     """
     counts = counts_of(channels, channels.ignored(table, truth))
     for box, logits in prediction:
-        counts.add(*_with_data(channels.mask(logits), truth, seen, box))
+        counts.add(*_with_data(channels.mask(logits, threshold), truth, seen, box))
     return counts
 
 
