@@ -16,6 +16,7 @@ from gigagrad.cohorts.rows import SLIDE_SUFFIXES
 from gigagrad.errors import WriteError
 from gigagrad.images import write_pyramid
 from gigagrad.integrations.napari import get_reader, read_layers, write_mask
+from gigagrad.masks.classes import mask_classes
 from tests.pages import ROOT, play
 
 MANIFEST = ROOT / "src" / "gigagrad" / "integrations" / "napari.yaml"
@@ -109,6 +110,20 @@ def test_labels_are_written_and_open_as_labels(tmp_path, name):
     with gg.open_image(path) as image:
         assert (image.mpp, str(image.dtype)) == (None, "uint8")
         assert image.read(Box(500, 90, 501, 91)).item() == 4
+
+
+def test_a_mask_of_labels_has_a_layer_for_each(tmp_path):
+    labels = np.random.default_rng(2).integers(0, 2, (90, 110, 3), np.uint8)
+    (tmp_path / "masks").mkdir()
+    kinds = mask_classes(3, ("whole", "core", "rim"))
+    given = {"shape": labels.shape, "dtype": np.uint8, "nearest": True, "channels": kinds}
+    path = write_pyramid(tmp_path / "masks" / "slide.ome.tif", [labels], **given)
+    layers = read_layers(str(path))
+    assert [(settings["name"].split()[-1], kind) for _, settings, kind in layers] == [
+        (name, "labels") for name in ("whole", "core", "rim")
+    ]
+    for number, (levels, _, _) in enumerate(layers):
+        np.testing.assert_array_equal(levels[0][:, :], labels[..., number])
 
 
 def test_labels_below_0_are_refused(tmp_path):

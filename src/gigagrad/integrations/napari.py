@@ -68,7 +68,8 @@ def get_reader(path: str | list[str]) -> Callable[[str], list[LayerData]] | None
 
 
 def read_layers(path: str) -> list[LayerData]:
-    """Open a file as layers of all its resolutions: colours as one, other channels one by one, a mask as labels.
+    """Open a file as layers of all its resolutions: colours as one, other channels one by one, those of a mask as
+    labels.
 
     Lengths are in micrometres where the file says how large a pixel is.
     """
@@ -81,15 +82,14 @@ def read_layers(path: str) -> list[LayerData]:
         scale = {} if image.mpp is None else {"scale": (image.mpp, image.mpp)}
         return levels, {"name": name, "multiscale": True, **scale, **settings}, kind
 
-    if folder == MASKS:
-        return [layer(image.name, 0, "labels")]
     bytes_ = {"contrast_limits": (0, 255)} if image.dtype == np.uint8 else {}
-    if image.channels == 3 and bytes_ and folder != PROBABILITIES:
+    if image.channels == 3 and bytes_ and folder not in (MASKS, PROBABILITIES):
         return [layer(image.name, slice(3), "image", rgb=True)]
     names = image.channel_names or [str(number) for number in range(1, image.channels + 1)]
     single = image.channels == 1
+    kind, settings = ("labels", {}) if folder == MASKS else ("image", bytes_)
     return [
-        layer(image.name if single else f"{image.name} {name}", number, "image", **bytes_)
+        layer(image.name if single else f"{image.name} {name}", number, kind, **settings)
         for number, name in enumerate(names)
     ]
 
