@@ -15,7 +15,8 @@ import gigagrad as gg
 from gigagrad.boxes import Box
 from gigagrad.cohorts.rows import told_apart
 from gigagrad.errors import ConfigError
-from gigagrad.images import open_image
+from gigagrad.images import open_image, write_pyramid
+from gigagrad.images.georeference import geotiff_tags
 from gigagrad.prediction.attention import write_map
 from gigagrad.view.catalog import Item, Predicted, find
 from gigagrad.view.slides import MOST_OPEN, Opened, Slides
@@ -90,6 +91,57 @@ def test_a_layer_that_can_t_be_read_is_told_and_the_slide_is_shown(jpeg_slide, t
     assert "must show the same part of the slide" in opened.problems[0]
     assert opened.tile(0, 0, 0, 0) is not None
     opened.close()
+
+
+def outlines(path, **kinds):
+    """Write squares of 100 px by the left edge of each, in the order of the names of their classes."""
+    features = [
+        {
+            "type": "Feature",
+            "geometry": {"type": "Polygon", "coordinates": [[[x, 0], [x + 100, 0], [x + 100, 100], [x, 100], [x, 0]]]},
+            "properties": {"objectType": "annotation", "classification": {"name": name}},
+        }
+        for name, x in kinds.items()
+    ]
+    path.write_text(json.dumps({"type": "FeatureCollection", "features": features}))
+
+
+def labels_at(opened, *columns):
+    return [values(opened, 50, x)["layers"][1] for x in columns]
+
+
+def test_masks_of_several_labels_are_shown_as_they_are_learnt(jpeg_slide, tmp_path):
+    outlines(tmp_path / "whole.geojson", Grade3=0, Grade4=100, **{"Artefact*": 300})
+    core = np.zeros((700, 900), np.uint8)
+    core[:, 100:200], core[:, 400:500] = 255, 7  # 7: no data
+    tags = geotiff_tags(None, 7)
+    write_pyramid(tmp_path / "core.tif", [core], shape=(700, 900, 1), dtype=np.uint8, nearest=True, tags=tags)
+    (tmp_path / "cohort.csv").write_text(f"slide,mask:whole,mask:core\n{jpeg_slide},whole.geojson,core.tif\n")
+    opened = Opened(find([tmp_path / "cohort.csv"]).items[0])
+    assert not opened.problems
+    seen = labels_at(opened, 50, 150, 250, 350)
+    assert seen == ["whole", "core", "background", "ignored"]
+    opened.close()
+
+
+def test_what_a_table_or_a_file_leaves_out_is_shown_so(jpeg_slide, tmp_path):
+    outlines(tmp_path / "small.geojson", Tumor=0, **{"Ignore*": 100})
+    run = tmp_path / "run"
+    run.mkdir()
+    (tmp_path / "cohort.csv").write_text(f"slide,mask\n{jpeg_slide},small.geojson\n")
+    (run / "config.yaml").write_text(f"slides: {tmp_path / 'cohort.csv'}\nclasses: [Tumor=1, unlabelled=0]\n")
+    opened = Opened(find([run]).items[0])
+    assert labels_at(opened, 50, 150, 250) == ["Tumor", "ignored", "background"]
+    opened.close()
+    mask = np.zeros((700, 900), np.uint8)
+    for name, value, nodata in (("foreground", 255, None), ("gaps", 1, 9)):
+        mask[:, :100], mask[:, 100:200] = value, nodata or 0
+        tags = geotiff_tags(None, nodata)
+        path = tmp_path / f"{name}.tif"
+        write_pyramid(path, [mask], shape=(700, 900, 1), dtype=np.uint8, nearest=True, tags=tags)
+        opened = Opened(find([jpeg_slide], [path]).items[0])
+        assert labels_at(opened, 50, 150, 250) == ["Foreground", "ignored" if nodata else "background", "background"]
+        opened.close()
 
 
 def test_values_under_the_pointer_are_those_of_the_file(jpeg_slide, jpeg_label):

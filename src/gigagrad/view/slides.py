@@ -6,7 +6,7 @@ import dataclasses
 import math
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
 from functools import partial
 from itertools import combinations
@@ -19,10 +19,10 @@ from gigagrad.boxes import Box
 from gigagrad.errors import GigagradError, ImageError
 from gigagrad.images import Image, MaskClass, open_image
 from gigagrad.images.opening import open_ids
-from gigagrad.images.pixels import Array
+from gigagrad.images.pixels import Array, is_nodata
 from gigagrad.images.thumbnails import names_shown, range_shown, samples
 from gigagrad.masks import ClassTable, LabelMap, is_annotation_file, open_mask, read_annotations
-from gigagrad.masks.classes import IGNORED, as_bytes, class_names, mask_classes
+from gigagrad.masks.classes import IGNORED, as_bytes, class_names, is_ignored, mask_classes
 from gigagrad.masks.outlines import in_pixels
 from gigagrad.view.catalog import Item, Predicted
 from gigagrad.view.layers import ERRORS, Layer, Shades, apart, classes_in, differences, jpeg
@@ -123,12 +123,11 @@ class Opened:
         table = item.table or next((each.table for each in item.predictions if each.table is not None), None)
         name = "Label" if len(item.labels) == 1 else f"Label {plain_name(paths[0], item.name)}"
         if not several:
-            return self._classes(name, paths[0], table)
-        layers = [self._classes(name, path, None) for path in paths]
-        parts = [layer.pyramid for layer in layers]
+            return self._classes(name, paths[0], table, gaps=IGNORED if table is None else table.unlabelled)
+        parts = [self._classes(name, path, None, one=True).pyramid for path in paths]
 
-        def stacked(*ids: Array) -> Array:
-            return _label_map(np.concatenate(ids) > 0)
+        def stacked(*labels: Array) -> Array:
+            return _label_map(np.concatenate(labels))
 
         known = table is not None and table.foreground
         named = class_names(len(paths) + 1, table)[1:] if known else [plain_name(path, "") for path in paths]
@@ -139,12 +138,19 @@ class Opened:
             return self._probabilities(path, table)
         return self._classes("Prediction", path, table)
 
-    def _classes(self, name: str, path: Path, table: ClassTable | None) -> Layer:
+    def _classes(
+        self, name: str, path: Path, table: ClassTable | None, *, gaps: int = IGNORED, one: bool = False
+    ) -> Layer:
+        """Open class ids, which are `gaps` where a file holds no data, or outlines; of `one` label, which is 1 wherever
+        there is any."""
         if is_annotation_file(path):
             outlines = in_pixels(read_annotations(path), self.slide)
+            if one:
+                names = [each for each in outlines.names if not is_ignored(each)]
+                table = ClassTable(tuple((each, 1) for each in names), unlabelled=0)
             with open_mask(outlines, self.slide, table):  # refuses outlines that do not belong here
                 pass
-            table = table or ClassTable.of_names(outlines.names)
+            table = (table or ClassTable.of_names(outlines.names)).ignoring(outlines.names)
             pyramid: Pyramid = OutlinePyramid(outlines, table, self.slide, self.pyramid.shapes)
             named = [(number, name) for number, name in enumerate(table.foreground, 1)]
             return Layer(name, "classes", pyramid, _known(named))
@@ -153,9 +159,15 @@ class Opened:
         image = self._files.enter_context(open_ids(path))
         pyramid = own = ImagePyramid(image, ids=True)
         self._files.callback(own.close)
-        values = table.values if table is not None else {}
+        values: dict[int | float, int] = {} if table is None else dict(table.values.items())
+        if image.nodata is not None:
+            values = {image.nodata: gaps, **values}
+        elif table is None and set(np.unique(_coarse(own)).tolist()) - {0} == {IGNORED}:
+            values = {IGNORED: 1}  # of one value, that is the foreground
         if planes > 1:
             pyramid = MadePyramid(_label_map, own)
+        elif one:
+            pyramid = MadePyramid(partial(_there, image.nodata), own)
         elif values:
             pyramid = MadePyramid(lambda ids: _renamed(ids, values), own)
         seen = _coarse(pyramid)
@@ -358,14 +370,14 @@ def _differences(layers: Sequence[Layer]) -> Iterator[Layer]:
             yield Layer(name, "probabilities", pyramid, one.classes, one.part, one.live, between=between)
 
 
-def _as_named(ours: Sequence[MaskClass], theirs: Sequence[MaskClass]) -> dict[int, int]:
+def _as_named(ours: Sequence[MaskClass], theirs: Sequence[MaskClass]) -> Mapping[int | float, int]:
     """Return our ids of their classes, by name; a class that we do not have gets an id that nobody has."""
     ids = {kind.name: kind.id for kind in ours}
     free = max((kind.id for kind in (*ours, *theirs)), default=0) + 1
     return {kind.id: ids.get(kind.name, min(free, IGNORED - 1)) for kind in theirs}
 
 
-def _differing(ids: dict[int, int], one: Array, other: Array) -> Array:
+def _differing(ids: Mapping[int | float, int], one: Array, other: Array) -> Array:
     return errors(one, _renamed(other, ids))
 
 
@@ -425,7 +437,15 @@ def _label_map(labels: Array) -> Array:
     return np.asarray(LabelMap(image, range(1, len(labels) + 1)).read(Box.whole(*labels.shape[1:])))
 
 
-def _renamed(ids: Array, values: dict[int, int]) -> Array:
+def _there(nodata: int | float | None, label: Array) -> Array:
+    """Return 1 where a label is, and `IGNORED` where nothing says whether it is."""
+    there = (label > 0).astype(np.uint8)
+    if nodata is not None:
+        there[is_nodata(label, nodata)] = IGNORED
+    return there
+
+
+def _renamed(ids: Array, values: Mapping[int | float, int]) -> Array:
     found = as_bytes(ids).copy()
     for value, number in values.items():
         found[ids == value] = number
