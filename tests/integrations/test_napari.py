@@ -116,8 +116,8 @@ def test_a_mask_of_labels_has_a_layer_for_each(tmp_path):
     labels = np.random.default_rng(2).integers(0, 2, (90, 110, 3), np.uint8)
     (tmp_path / "masks").mkdir()
     kinds = mask_classes(3, ("whole", "core", "rim"))
-    given = {"shape": labels.shape, "dtype": np.uint8, "nearest": True, "channels": kinds}
-    path = write_pyramid(tmp_path / "masks" / "slide.ome.tif", [labels], **given)
+    path = tmp_path / "masks" / "slide.ome.tif"
+    write_pyramid(path, [labels], shape=(90, 110, 3), dtype=np.uint8, nearest=True, channels=kinds)
     layers = read_layers(str(path))
     assert [(settings["name"].split()[-1], kind) for _, settings, kind in layers] == [
         (name, "labels") for name in ("whole", "core", "rim")

@@ -114,11 +114,11 @@ class Confusion:
         """
         counts, left_out = self.counts[0].copy(), 0
         of_truth, of_pred = (np.flatnonzero(counts.sum(axis)) for axis in (1, 0))
-        binary = max(np.count_nonzero(of_truth), np.count_nonzero(of_pred)) <= 1
+        binary = bool(max(np.count_nonzero(of_truth), np.count_nonzero(of_pred)) <= 1)
         if not binary:
             left_out, counts[ignored] = int(counts[ignored].sum()), 0
             of_truth, of_pred = (np.flatnonzero(counts.sum(axis)) for axis in (1, 0))
-            binary = {*of_pred.tolist()} - {0} == {ignored} and np.count_nonzero(of_truth) <= 1
+            binary = {*of_pred.tolist()} - {0} == {ignored} and bool(np.count_nonzero(of_truth) <= 1)
         if binary:
             found = Confusion()
             found.renumbered = not {*of_truth.tolist(), *of_pred.tolist()} <= {0, 1}
