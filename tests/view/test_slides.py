@@ -19,7 +19,9 @@ from gigagrad.images import open_image, write_pyramid
 from gigagrad.images.georeference import geotiff_tags
 from gigagrad.prediction.attention import write_map
 from gigagrad.view.catalog import Item, Predicted, find
+from gigagrad.view.pyramids import errors
 from gigagrad.view.slides import MOST_OPEN, Opened, Slides
+from tests.images.scanned import write_scn
 
 
 def named(opened):
@@ -417,6 +419,32 @@ def test_attention_is_shown_by_rank_where_its_patches_lie(jpeg_slide, tmp_path, 
     assert opened.layers[0].part == Box(0, 0, height, width)
     places = [(2 * side, 3 * side), (3 * side - 1, 4 * side - 1), (4 * side, 5 * side), (0, 0), (3 * side, 4 * side)]
     assert [values(opened, *place)["layers"][1] for place in places] == ["0.500", "0.500", "1.000", "0.000", "0.000"]
+    opened.close()
+
+
+@pytest.mark.parametrize("parts", [("label",), ("mask",), ("label", "mask")], ids=str)
+def test_errors_lie_where_the_label_does_on_a_slide_of_which_a_part_was_scanned(tmp_path, parts):
+    random = np.random.default_rng(3)
+    pixels = random.integers(0, 256, (640, 1280, 3), np.uint8)
+    slide, scan = write_scn(tmp_path / "a.scn", pixels, corner=(64, 128), slide=(800, 2000)), Box(64, 128, 704, 1408)
+    ids = {name: np.zeros((800, 2000), np.uint8) for name in ("label", "mask")}
+    for each in ids.values():
+        each[64:704, 128:1408] = random.integers(0, 3, (80, 160), np.uint8).repeat(8, 0).repeat(8, 1)
+    for name, each in ids.items():
+        seen = each[64:704, 128:1408] if name in parts else each
+        tifffile.imwrite(tmp_path / f"{name}.tif", seen, tile=(64, 64), photometric="minisblack")
+    (item,) = find([slide], [tmp_path / "label.tif"]).items
+    opened = Opened(dataclasses.replace(item, predictions=(Predicted(tmp_path, mask=tmp_path / "mask.tif"),)))
+    assert opened.slide.bounds == scan
+    assert not opened.problems
+    (number,) = (place for place, layer in enumerate(opened.layers, 1) if layer.name == "Errors")
+    found = opened.layers[number - 1]
+    assert found.part == (scan if "mask" in parts else None)
+    expected = errors(ids["mask"][None], ids["label"][None])
+    shown = found.part or Box(0, 0, 800, 2000)
+    whole = found.pyramid.read(0, Box.whole(*shown.shape))
+    np.testing.assert_array_equal(whole[0], expected[0, shown.y0 : shown.y1, shown.x0 : shown.x1])
+    np.testing.assert_array_equal(found.pyramid.read(1, Box(16, 32, 64, 96)), whole[:, 32:128:2, 64:192:2])
     opened.close()
 
 

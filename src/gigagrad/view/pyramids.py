@@ -17,7 +17,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from gigagrad.boxes import Box
+from gigagrad.boxes import Box, Span
 from gigagrad.images import Image
 from gigagrad.images.pixels import CACHE_BYTES, Array, TileCache, grid_parts
 from gigagrad.images.views import Resampled
@@ -190,6 +190,37 @@ class MadePyramid(Pyramid):
     def read(self, level: int, box: Box) -> Array:
         shape = self.shapes[level]
         return self._make(self._first.read(level, box), *(nearest(other, shape, box) for other in self._others))
+
+
+class PlacedPyramid(Pyramid):
+    """Class ids of a `part` of a slide on the pixels of a picture of what is `shown` of it, at its `shapes`: the
+    nearest ones; 0 outside of the part. Both are boxes in pixels of the slide's level 0.
+    """
+
+    def __init__(self, ids: Pyramid, part: Box, shown: Box, shapes: Shapes) -> None:
+        self.shapes = shapes
+        self._ids, self._part, self._shown = ids, part, shown
+
+    def read(self, level: int, box: Box) -> Array:
+        shape, (part, shown) = self.shapes[level], (self._part, self._shown)
+        source = self._ids.level_of(max(shape) * max(part.shape) // max(shown.shape))
+        height, width = self._ids.shapes[source]
+        rows = _placed(box.y, shape[0], shown.y, part.y, height)
+        columns = _placed(box.x, shape[1], shown.x, part.x, width)
+        down, across = (rows >= 0) & (rows < height), (columns >= 0) & (columns < width)
+        if not (down.any() and across.any()):
+            return np.zeros((1, *box.shape), np.uint8)
+        rows, columns = rows.clip(0, height - 1), columns.clip(0, width - 1)
+        read = Box(int(rows[0]), int(columns[0]), int(rows[-1]) + 1, int(columns[-1]) + 1)
+        ids = self._ids.read(source, read)[:, rows[:, None] - read.y0, columns - read.x0]
+        return np.where(down[:, None] & across, ids, 0)
+
+
+def _placed(span: Span, size: int, shown: Span, part: Span, source: int) -> NDArray[np.int64]:
+    """Find the pixels of an axis of `source` pixels, which show `part`, at the centres of `span` of one of `size`
+    pixels, which show `shown`."""
+    twice = 2 * np.arange(span.start, span.stop, dtype=np.int64) + 1
+    return (twice * shown.length + 2 * (shown.start - part.start) * size) * source // (2 * size * part.length)
 
 
 def nearest(pyramid: Pyramid, shape: tuple[int, int], box: Box) -> Array:

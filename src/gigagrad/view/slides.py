@@ -28,7 +28,7 @@ from gigagrad.view.catalog import Item, Predicted
 from gigagrad.view.layers import ERRORS, Layer, Shades, apart, classes_in, differences, jpeg
 from gigagrad.view.patches import Patches, map_cell
 from gigagrad.view.plans import read_plan
-from gigagrad.view.pyramids import TILE, ImagePyramid, MadePyramid, OutlinePyramid, Pyramid, errors
+from gigagrad.view.pyramids import TILE, ImagePyramid, MadePyramid, OutlinePyramid, PlacedPyramid, Pyramid, errors
 
 if TYPE_CHECKING:
     from PIL import Image as Pillow
@@ -108,7 +108,11 @@ class Opened:
         yield from filter(None, found.values())
         mask = found.get(self._predicted)
         if label is not None and mask is not None and mask.kind == "classes":
-            yield Layer("Errors", "errors", MadePyramid(errors, mask.pyramid, label.pyramid), ERRORS)
+            ids, shapes = label.pyramid, mask.pyramid.shapes
+            if label.part != mask.part:
+                whole = Box.whole(*self.slide.shape[1:])
+                ids = PlacedPyramid(ids, label.part or whole, mask.part or whole, shapes)
+            yield Layer("Errors", "errors", MadePyramid(errors, mask.pyramid, ids), ERRORS, mask.part)
 
     def _tried(self, make: Callable[[], Layer]) -> Layer | None:
         try:
