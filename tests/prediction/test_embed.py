@@ -258,6 +258,21 @@ def test_tissue_is_that_of_a_column(run, tmp_path, slides):
         run(slides=[slides / "b.tif"], tissue="mask")
 
 
+def test_features_are_of_other_outlines_of_tissue_however_large_their_file(run, tmp_path):
+    """The file is of one size, and differs where no sample of large ones is."""
+    table, outlines = tmp_path / "cohort.csv", tmp_path / "a.geojson"
+    table.write_text(f"slide,mask\nslides/a.tif,{outlines.name}\n")
+    text = (
+        '{"type": "FeatureCollection",' + 40_000 * " " + '"features": [{"type": "Feature", "properties": {}, '
+        '"geometry": {"type": "Polygon", "coordinates": [[[0, 0], [SIDE, 0], [SIDE, 128], [0, 128], [0, 0]]]}}]'
+    )
+    outlines.write_text(text.replace("SIDE", " 64") + 5_000_000 * " " + "}")
+    assert run(slides=[table], tissue="mask")[0].patches == 2
+    outlines.write_text(text.replace("SIDE", "128") + 5_000_000 * " " + "}")
+    with pytest.raises(ConfigError, match="of other patches"):
+        run(slides=[table], tissue="mask")
+
+
 def test_weights_of_a_file_and_of_nobody(run, tmp_path, slides):
     torch.manual_seed(5)
     net = resolve_encoder("timm:resnet10t")

@@ -25,6 +25,7 @@ from gigagrad.errors import ConfigError, GigagradError, ImageError, WriteError, 
 from gigagrad.events import Events, Listener, Notice
 from gigagrad.files import content_digest
 from gigagrad.images.coordinates import trident_attributes
+from gigagrad.masks import is_annotation_file
 from gigagrad.models import load_weights_into, resolve_encoder
 from gigagrad.models.libraries import LIBRARIES
 from gigagrad.models.networks import check_intensities
@@ -130,7 +131,7 @@ class _Job:
             "mpp": config.mpp or row.mpp,
             "slide": [content_digest(path) for path in _files(row)],
             "coords": None if coords is None else content_digest(coords, whole=True),
-            "mask": None if mask is None else content_digest(mask),
+            "mask": None if mask is None else content_digest(mask, whole=is_annotation_file(mask)),
         }
 
     def _write(self, row: Row) -> None:

@@ -175,7 +175,7 @@ class Predictor:
         patches = self.bags.patches
         masks = [mask for part in entry.members for mask in part.masks] if patches.tissue == "mask" else []
         try:
-            return _digest((*masks, *patches.files(entry)), *mpps)
+            return _digest(masks, *mpps, *patches.contents(entry).values())
         except ImageError:  # one is missing, which is told when the bag is opened
             return "missing"
 
