@@ -448,6 +448,27 @@ def test_errors_lie_where_the_label_does_on_a_slide_of_which_a_part_was_scanned(
     opened.close()
 
 
+@pytest.mark.parametrize(("dtype", "one", "nodata"), [(np.uint8, 254, 255), (np.float32, 0.996, np.nan)], ids=str)
+def test_probabilities_are_0_where_there_is_no_data(jpeg_slide, tmp_path, dtype, one, nodata):
+    shares = np.zeros((700, 900, 2), dtype)
+    shares[:, :100, 0], shares[:, 100:200] = one, nodata
+    settings = {"shape": shares.shape, "dtype": dtype, "nearest": False, "tags": geotiff_tags(None, nodata)}
+    path = write_pyramid(tmp_path / "small.tif", [shares], **settings)
+    item = dataclasses.replace(find([jpeg_slide]).items[0], predictions=(Predicted(tmp_path, probabilities=path),))
+    opened = Opened(item)
+    assert labels_at(opened, 50, 150, 250) == [
+        "Background 0.996, Class 1 0.000",
+        "Background 0.000, Class 1 0.000",
+        "Background 0.000, Class 1 0.000",
+    ]
+    (layer,) = opened.layers
+    counted = layer.counts()
+    assert counted is not None
+    assert counted["shares"][254] == pytest.approx(1 / 9)
+    assert counted["shares"][255] == 0
+    opened.close()
+
+
 def test_floats_are_drawn_between_those_that_are_numbers(tmp_path):
     pixels = np.linspace(-1, 1, 600, dtype=np.float32).reshape(20, 30)
     pixels[0, 0], pixels[5, 5] = np.nan, np.inf

@@ -180,8 +180,10 @@ class Opened:
 
     def _probabilities(self, path: Path, table: ClassTable | None) -> Layer:
         image = self._files.enter_context(open_image(path))
-        pyramid = ImagePyramid(image)
-        self._files.callback(pyramid.close)
+        pyramid: Pyramid = (own := ImagePyramid(image))
+        self._files.callback(own.close)
+        if image.nodata is not None:
+            pyramid = MadePyramid(partial(_filled, image.nodata), own)
         names = [name for name in image.channel_names if name]
         if len(names) != image.channels:
             foreground = class_names(image.channels + 1, table)
@@ -439,6 +441,11 @@ def _label_map(labels: Array) -> Array:
 
     image = ArrayImage(np.ascontiguousarray(as_bytes(labels)))
     return np.asarray(LabelMap(image, range(1, len(labels) + 1)).read(Box.whole(*labels.shape[1:])))
+
+
+def _filled(nodata: int | float, shares: Array) -> Array:
+    """Return probabilities with 0 where there is no data."""
+    return np.where(is_nodata(shares, nodata), shares.dtype.type(0), shares)
 
 
 def _there(nodata: int | float | None, label: Array) -> Array:
