@@ -17,6 +17,7 @@ from gigagrad.cohorts.rows import told_apart
 from gigagrad.errors import ConfigError
 from gigagrad.images import open_image, write_pyramid
 from gigagrad.images.georeference import geotiff_tags
+from gigagrad.masks import ClassTable
 from gigagrad.prediction.attention import write_map
 from gigagrad.view.catalog import Item, Predicted, find
 from gigagrad.view.pyramids import errors
@@ -457,15 +458,36 @@ def test_probabilities_are_0_where_there_is_no_data(jpeg_slide, tmp_path, dtype,
     item = dataclasses.replace(find([jpeg_slide]).items[0], predictions=(Predicted(tmp_path, probabilities=path),))
     opened = Opened(item)
     assert labels_at(opened, 50, 150, 250) == [
-        "Background 0.996, Class 1 0.000",
-        "Background 0.000, Class 1 0.000",
-        "Background 0.000, Class 1 0.000",
+        "Background 0.996, Foreground 0.000",
+        "Background 0.000, Foreground 0.000",
+        "Background 0.000, Foreground 0.000",
     ]
     (layer,) = opened.layers
     counted = layer.counts()
     assert counted is not None
     assert counted["shares"][254] == pytest.approx(1 / 9)
     assert counted["shares"][255] == 0
+    opened.close()
+
+
+@pytest.mark.parametrize(
+    ("channels", "classes", "named"),
+    [
+        (1, ("A",), ["A"]),
+        (2, ("A", "B"), ["A", "B"]),  # labels, which may overlap
+        (2, ("A",), ["Background", "A"]),
+        (3, ("A", "B"), ["Background", "A", "B"]),
+        (2, (), ["Background", "Foreground"]),
+    ],
+    ids=str,
+)
+def test_probabilities_are_called_by_their_classes(jpeg_slide, tmp_path, channels, classes, named):
+    path, shape = tmp_path / "small.tif", (700, 900, channels)
+    write_pyramid(path, [np.zeros(shape, np.float32)], shape=shape, dtype=np.float32, nearest=False)
+    table = ClassTable.parse(classes) if classes else None
+    predicted = Predicted(tmp_path, probabilities=path, table=table)
+    opened = Opened(dataclasses.replace(find([jpeg_slide]).items[0], predictions=(predicted,)))
+    assert [kind.name for kind in opened.layers[0].classes] == named
     opened.close()
 
 

@@ -186,8 +186,9 @@ class Opened:
             pyramid = MadePyramid(partial(_filled, image.nodata), own)
         names = [name for name in image.channel_names if name]
         if len(names) != image.channels:
-            foreground = class_names(image.channels + 1, table)
-            names = list(foreground[1:] if image.channels == 1 else foreground[: image.channels])
+            # Labels have a channel each, as one class has; of classes the background has one, too.
+            labels = image.channels == 1 or (table is not None and len(table.foreground) == image.channels)
+            names = list(class_names(image.channels + labels, table)[labels:])
         classes = tuple(MaskClass(number, name, (0, 0, 0)) for number, name in enumerate(names))
         return Layer("Probabilities", "probabilities", pyramid, classes, self._place(image))
 
