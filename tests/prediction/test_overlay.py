@@ -58,6 +58,19 @@ def test_classes_have_a_colour_each_and_long_legends_break():
     assert picture.shape[0] > one_line.shape[0]
 
 
+@pytest.mark.parametrize(("values", "outlined"), [((1, 255), 1), ((255, 0), 1), ((7, 255), 1), ((0, 0), 0)], ids=str)
+def test_what_a_true_mask_leaves_out_is_not_outlined(values, outlined):
+    plane = np.zeros((80, 240), np.uint8)
+    plane[20:60, 20:60], plane[20:60, 160:220] = values
+    slide = open_image(np.full((80, 240), 250, np.uint8))
+    nothing = open_image(np.zeros_like(plane))
+    drawn = layers(nothing, mask_classes(1), open_image(plane))
+    picture = draw_overlay(slide, drawn)[:80]
+    ys_xs = marked(picture, drawn[0].color)
+    assert bool(len(ys_xs)) == outlined
+    assert (ys_xs[:, 1] < 80).all()
+
+
 def test_a_mask_full_of_holes_does_not_hide_the_slide():
     plane = np.zeros((200, 300), np.uint8)
     plane[20:180, 20:280] = 1

@@ -22,7 +22,7 @@ from gigagrad.boxes import Box
 from gigagrad.files import replacing
 from gigagrad.images import Image, MaskClass, thumbnail
 from gigagrad.images.views import Resampled
-from gigagrad.masks.classes import as_bytes
+from gigagrad.masks.classes import IGNORED, as_bytes
 from gigagrad.prediction.classes import require_mask
 
 if TYPE_CHECKING:
@@ -128,7 +128,7 @@ class Layer:
 
     mask: Image
     class_id: int | None
-    """The class to outline; None means every non-zero value."""
+    """The class to outline; None means every value above 0 that the mask does not leave out (`IGNORED`)."""
     label: str
     color: tuple[int, int, int]
     width_px: int
@@ -171,7 +171,7 @@ def draw_overlay(slide: Image, drawn: Sequence[Layer], max_side: int = 2000) -> 
     for layer in drawn:
         require_mask(layer.mask)
         pixels = mask_thumbnail(layer.mask, picture.height, picture.width)
-        inside = pixels != 0 if layer.class_id is None else pixels == layer.class_id
+        inside = _foreground(pixels, layer.mask) if layer.class_id is None else pixels == layer.class_id
         broad, narrow = list[_Ints](), list[_Ints]()
         for ring in rings_of(corners_in(np.pad(inside, 1), 0, 0))[0]:
             (broad if np.ptp(ring, axis=0).min() >= _NARROW * layer.width_px else narrow).append(ring)
@@ -181,6 +181,13 @@ def draw_overlay(slide: Image, drawn: Sequence[Layer], max_side: int = 2000) -> 
         for ring in narrow:
             pen.line([*ring.ravel().tolist(), *ring[0].tolist()], layer.color)
     return np.concatenate([np.asarray(picture), _legend(drawn, picture.width)])
+
+
+def _foreground(pixels: _Picture, mask: Image) -> NDArray[np.bool_]:
+    """Return where a mask has any class: `IGNORED` is one where it is the only value above 0, and not no data."""
+    inside: NDArray[np.bool_] = pixels != 0
+    known = inside & (pixels != IGNORED)
+    return known if mask.nodata == IGNORED or known.any() else inside
 
 
 def mask_thumbnail(mask: Image, height: int, width: int) -> NDArray[np.uint8]:
