@@ -14,7 +14,8 @@ from gigagrad.at_work import Work
 from gigagrad.boxes import Box
 from gigagrad.errors import ConfigError
 from gigagrad.events import TileBegun
-from gigagrad.images import open_image
+from gigagrad.images import open_image, write_pyramid
+from gigagrad.images.georeference import geotiff_tags
 from gigagrad.models import Normalise
 from gigagrad.view.catalog import find
 from gigagrad.view.live import Live
@@ -41,6 +42,21 @@ def test_tiles_hold_the_bytes_that_predict_writes(serve, predicted, network_dir,
     told = client.get("slides/0/pixel/600/10?live=1").json()["layers"]
     assert told["2"] == f"{expected[600 - TILE, 10] / 255:.3f}"
     assert not client.get("slides/0/pixel/600/10").json()["layers"]
+
+
+def test_nothing_is_predicted_where_there_is_no_data(serve, tmp_path):
+    pixels = np.random.default_rng(0).integers(1, 256, (60, 90, 3), np.uint8)
+    pixels[:, 40:60] = 0
+    settings = {"shape": (60, 90, 3), "dtype": np.uint8, "nearest": False, "tags": geotiff_tags(None, 0)}
+    write_pyramid(tmp_path / "a.tif", [pixels], **settings)
+    engine = gg.compile(nn.Sequential(Normalise(), nn.Conv2d(3, 2, 3, padding=1)), F.cross_entropy)
+    client = serve(tmp_path / "a.tif", live=[Live(engine)])
+    assert len(client.get("slides/0/live").json()["layers"]) == 2
+    ids, shares = (levels_of(client.get(f"slides/0/{number}/0/0/0").content, 60, 90) for number in (1, 2))
+    assert (ids[:, 40:60] == 255).all()
+    assert (shares[:, 40:60] == 0).all()
+    assert (ids[:, :40] < 2).all()
+    assert (shares[:, :40] > 0).all()
 
 
 def test_a_plan_that_would_compute_for_long_before_the_first_tile_is_another_one(

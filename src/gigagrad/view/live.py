@@ -31,7 +31,7 @@ from gigagrad.execution.predictions import PredictedImage
 from gigagrad.images import Image, InputView
 from gigagrad.images.image import View
 from gigagrad.images.pixels import Array
-from gigagrad.masks import ClassTable
+from gigagrad.masks import IGNORED, ClassTable
 from gigagrad.models.networks import check_intensities
 from gigagrad.prediction.classes import Channels
 from gigagrad.prediction.outputs import probability_bytes
@@ -141,8 +141,13 @@ class Live:
         classes = tuple(kind for kind in named if kind.id)
         finest = 0.0 if last is None else last.forward_seconds * TILE**2 / prod(own.shape[1:])
         coarsest = int(max(0, log2(_MOST_TILE_SECONDS / finest) // 2)) if finest else None
-        ids = ImagePyramid(_Made(computed, 1, partial(_ids, channels, self._threshold)), ids=True, coarsest=coarsest)
-        shares = ImagePyramid(_Made(computed, logits.channels, partial(probability_bytes, channels)), coarsest=coarsest)
+        most = IGNORED - 1 if seen.missing_bytes else IGNORED  # as in files, whose largest byte is no data then
+        make_ids, make_shares = (
+            partial(_ids, channels, self._threshold),
+            partial(probability_bytes, channels, most=most),
+        )
+        ids = ImagePyramid(_Made(computed, 1, make_ids, seen, IGNORED), ids=True, coarsest=coarsest)
+        shares = ImagePyramid(_Made(computed, logits.channels, make_shares, seen, 0), coarsest=coarsest)
         layers = (
             Layer("Prediction now", "classes", ids, classes, live=True, of=self.name),
             Layer("Probabilities now", "probabilities", shares, named, live=True, of=self.name),
@@ -192,14 +197,20 @@ class _Computed(View):
 
 
 class _Made(View):
-    """Bytes that are made of the network's output `(1, C, h, w)`, in so many channels."""
+    """Bytes that are made of the network's output `(1, C, h, w)`, in so many channels; `gap` where what it has `seen`
+    holds no data."""
 
-    def __init__(self, logits: Image, channels: int, make: Callable[[torch.Tensor], Array]) -> None:
+    def __init__(
+        self, logits: Image, channels: int, make: Callable[[torch.Tensor], Array], seen: Image, gap: int
+    ) -> None:
         super().__init__(logits, (channels, *logits.shape[1:]), dtype=np.dtype(np.uint8))
-        self._make = make
+        self._make, self._seen, self._gap = make, seen, gap
 
     def _read_inside(self, box: Box) -> Array:
-        return self._make(torch.from_numpy(np.asarray(self._image.read(box)))[None])
+        pixels = self._make(torch.from_numpy(np.asarray(self._image.read(box)))[None])
+        if (missing := self._seen.missing(box)) is not None:
+            pixels[:, missing] = self._gap
+        return pixels
 
 
 def _ids(channels: Channels, threshold: float, logits: torch.Tensor) -> Array:
