@@ -47,10 +47,10 @@ def test_tiles_hold_the_bytes_that_predict_writes(serve, predicted, network_dir,
 def test_nothing_is_predicted_where_there_is_no_data(serve, tmp_path):
     pixels = np.random.default_rng(0).integers(1, 256, (60, 90, 3), np.uint8)
     pixels[:, 40:60] = 0
-    settings = {"shape": (60, 90, 3), "dtype": np.uint8, "nearest": False, "tags": geotiff_tags(None, 0)}
-    write_pyramid(tmp_path / "a.tif", [pixels], **settings)
+    path, tags = tmp_path / "a.tif", geotiff_tags(None, 0)
+    write_pyramid(path, [pixels], shape=(60, 90, 3), dtype=np.uint8, nearest=False, tags=tags)
     engine = gg.compile(nn.Sequential(Normalise(), nn.Conv2d(3, 2, 3, padding=1)), F.cross_entropy)
-    client = serve(tmp_path / "a.tif", live=[Live(engine)])
+    client = serve(path, live=[Live(engine)])
     assert len(client.get("slides/0/live").json()["layers"]) == 2
     ids, shares = (levels_of(client.get(f"slides/0/{number}/0/0/0").content, 60, 90) for number in (1, 2))
     assert (ids[:, 40:60] == 255).all()
