@@ -491,6 +491,26 @@ def test_probabilities_are_called_by_their_classes(jpeg_slide, tmp_path, channel
     opened.close()
 
 
+@pytest.mark.parametrize("names", [("core", "whole"), ("whole", "core")], ids=str)
+def test_labels_of_a_part_and_of_the_whole_slide_are_one_layer(tmp_path, names):
+    write_scn(tmp_path / "a.scn", np.full((640, 1280, 3), 9, np.uint8), corner=(64, 128), slide=(800, 2000))
+    core, whole = np.zeros((640, 1280), np.uint8), np.zeros((800, 2000), np.uint8)
+    core[:64, :128], whole[128:192, 256:384] = 1, 1
+    for name, mask in {"core": core, "whole": whole}.items():
+        tifffile.imwrite(tmp_path / f"{name}.tif", mask, tile=(64, 64), photometric="minisblack")
+    lines = [
+        "slide," + ",".join(f"mask:{name}" for name in names),
+        "a.scn," + ",".join(f"{name}.tif" for name in names),
+    ]
+    (tmp_path / "cohort.csv").write_text("\n".join(lines))
+    opened = Opened(find([tmp_path / "cohort.csv"]).items[0])
+    assert not opened.problems
+    places = [(64, 128), (127, 255), (128, 256), (191, 383), (192, 384), (128, 128)]
+    shown = [values(opened, *place)["layers"][1] for place in places]
+    assert shown == ["core", "core", "whole", "whole", "background", "background"]
+    opened.close()
+
+
 def test_floats_are_drawn_between_those_that_are_numbers(tmp_path):
     pixels = np.linspace(-1, 1, 600, dtype=np.float32).reshape(20, 30)
     pixels[0, 0], pixels[5, 5] = np.nan, np.inf

@@ -28,7 +28,16 @@ from gigagrad.view.catalog import Item, Predicted
 from gigagrad.view.layers import ERRORS, Layer, Shades, apart, classes_in, differences, jpeg
 from gigagrad.view.patches import Patches, map_cell
 from gigagrad.view.plans import read_plan
-from gigagrad.view.pyramids import TILE, ImagePyramid, MadePyramid, OutlinePyramid, PlacedPyramid, Pyramid, errors
+from gigagrad.view.pyramids import (
+    TILE,
+    ImagePyramid,
+    MadePyramid,
+    OutlinePyramid,
+    PlacedPyramid,
+    Pyramid,
+    Shapes,
+    errors,
+)
 
 if TYPE_CHECKING:
     from PIL import Image as Pillow
@@ -108,10 +117,7 @@ class Opened:
         yield from filter(None, found.values())
         mask = found.get(self._predicted)
         if label is not None and mask is not None and mask.kind == "classes":
-            ids, shapes = label.pyramid, mask.pyramid.shapes
-            if label.part != mask.part:
-                whole = Box.whole(*self.slide.shape[1:])
-                ids = PlacedPyramid(ids, label.part or whole, mask.part or whole, shapes)
+            ids = self._on(mask.part, mask.pyramid.shapes, label)
             yield Layer("Errors", "errors", MadePyramid(errors, mask.pyramid, ids), ERRORS, mask.part)
 
     def _tried(self, make: Callable[[], Layer]) -> Layer | None:
@@ -128,14 +134,23 @@ class Opened:
         name = "Label" if len(item.labels) == 1 else f"Label {plain_name(paths[0], item.name)}"
         if not several:
             return self._classes(name, paths[0], table, gaps=IGNORED if table is None else table.unlabelled)
-        parts = [self._classes(name, path, None, one=True).pyramid for path in paths]
+        first, *others = [self._classes(name, path, None, one=True) for path in paths]
+        pyramids = [first.pyramid, *(self._on(first.part, first.pyramid.shapes, other) for other in others)]
 
         def stacked(*labels: Array) -> Array:
             return _label_map(np.concatenate(labels))
 
         known = table is not None and table.foreground
         named = class_names(len(paths) + 1, table)[1:] if known else [plain_name(path, "") for path in paths]
-        return Layer(name, "classes", MadePyramid(stacked, *parts), mask_classes(len(paths), named))
+        classes = mask_classes(len(paths), named)
+        return Layer(name, "classes", MadePyramid(stacked, *pyramids), classes, first.part)
+
+    def _on(self, part: Box | None, shapes: Shapes, layer: Layer) -> Pyramid:
+        """Return class ids of a layer on the pixels of a picture of a part of the slide, None for all of it."""
+        if layer.part == part:
+            return layer.pyramid
+        whole = Box.whole(*self.slide.shape[1:])
+        return PlacedPyramid(layer.pyramid, layer.part or whole, part or whole, shapes)
 
     def _predicted(self, path: Path, table: ClassTable | None) -> Layer:
         if not is_annotation_file(path) and _holds_shares(path):
