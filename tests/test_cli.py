@@ -606,6 +606,13 @@ def test_a_message_cannot_steer_the_terminal(tmp_path, capsys):
     assert "a?[2Jb?.csv" in capsys.readouterr().err
 
 
+def test_resolutions_of_slides_and_of_patches_are_told_apart():
+    for command in ("predict", "embed"):
+        words = {action.dest: action.help for action in subcommands()[command]._actions}
+        assert "of level 0" in words["mpp"]
+        assert "of the patches" in words["patch_mpp"]
+
+
 @pytest.mark.parametrize(
     ("command", "settings"), [("fit", FitConfig), ("predict", PredictConfig), ("embed", EmbedConfig)]
 )

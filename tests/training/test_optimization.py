@@ -45,6 +45,17 @@ def test_any_optimizer_with_its_settings() -> None:
     assert isinstance(make_optimizer(replace(CONFIG, optimizer="torch.optim:RMSprop"), Net()), torch.optim.RMSprop)
 
 
+def test_no_weight_decay_is_none_and_none_given_is_the_optimizer_s_own() -> None:
+    def decay(weight_decay: float | None, optimizer: str = "adamw") -> float:
+        return make_optimizer(replace(CONFIG, optimizer=optimizer, weight_decay=weight_decay), Net()).defaults[
+            "weight_decay"
+        ]
+
+    assert (decay(0), decay(0.1), decay(None)) == (0, 0.1, 0.01)
+    assert decay(None, "adamw?weight_decay=0.2") == 0.2
+    assert isinstance(make_optimizer(replace(CONFIG, optimizer="rprop", weight_decay=0), Net()), torch.optim.Rprop)
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [

@@ -326,7 +326,6 @@ COMMANDS: Final[dict[str, tuple[str, str, Mapping[str, str | dict[str, Any]]]]] 
                 metavar="MODEL",
             ),
             "--out": "folder for the features",
-            "--mpp": "micrometres per pixel of the patches (default: 0.5)",
         },
     ),
     "evaluate": (

@@ -53,7 +53,7 @@ class FitConfig(Settings):
         learning_rate: the highest, after the warm-up.
         optimizer: a class of `torch.optim` in any case, `apollo`, one of the library pytorch-optimizer, or
             `package.module:Class`, with settings: `sgd?momentum=0.9`.
-        weight_decay: of the optimizer.
+        weight_decay: of the optimizer; none given: its own, 0.01 of `adamw` and 0 of most.
         schedule: of the learning rate over all steps: `constant`, `cosine` or `linear`.
         warmup: steps in which the learning rate rises in a line.
         frozen: modules or parameters that are not trained: `network.encoder.blocks.[0-5]`, `*.bias`.
@@ -104,7 +104,7 @@ class FitConfig(Settings):
     epochs: int = 20
     learning_rate: float = 1e-3
     optimizer: str = "adam"
-    weight_decay: float = 0.0
+    weight_decay: float | None = None
     schedule: str = "constant"
     warmup: int = 0
     frozen: tuple[str, ...] = ()

@@ -58,10 +58,10 @@ def make_optimizer(config: FitConfig, model: nn.Module, own: Collection[str] | N
     known = inspect.signature(make).parameters
     if unknown := [setting for setting in settings if setting not in known and ":" not in name]:
         raise ConfigError(f"the optimizer {name!r} takes no {unknown[0]}{did_you_mean(unknown[0], known)}")
-    if config.weight_decay:
-        if "weight_decay" not in known:
-            raise ConfigError(f"the optimizer {name!r} takes no weight_decay; choose adamw or sgd")
+    if config.weight_decay is not None and "weight_decay" in known:
         settings["weight_decay"] = config.weight_decay
+    elif config.weight_decay:
+        raise ConfigError(f"the optimizer {name!r} takes no weight_decay; choose adamw or sgd")
     try:
         optimizer = make(list(_groups(config, model, own)), lr=config.learning_rate, **settings)
     except (TypeError, ValueError) as error:
