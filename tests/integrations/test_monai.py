@@ -1,5 +1,6 @@
 """MONAI's evaluators and trainers with whole images give what they give without, and a bundle can name the inferer."""
 
+from copy import deepcopy
 from typing import Any
 
 import pytest
@@ -60,6 +61,41 @@ def test_a_trainer_takes_the_steps_of_a_plain_loop(model, pairs, batches, bce, t
     assert_same(model, expected)
     assert len(losses) == 4
     assert trainer.state.metrics["seconds"] > 0
+
+
+@pytest.mark.parametrize("accumulated", [2, 3])
+def test_a_trainer_accumulates_as_monai_does_and_steps_at_the_end_of_an_epoch(
+    model, pairs, bce, accumulated, assert_same
+):
+    def train(network, **settings):
+        optimizer = torch.optim.SGD(network.parameters(), lr=0.5)
+        rows: Any = [{"image": image, "label": mask} for image, mask in (*pairs, *pairs[:1])]
+        batches = DataLoader(rows, batch_size=1)
+        SupervisedTrainer(
+            CPU, 2, batches, network, optimizer, bce, decollate=False, accumulation_steps=accumulated, **settings
+        ).run()
+        return network
+
+    expected = train(deepcopy(model))
+    assert_same(train(model, iteration_update=WholeImageStep(bce, tile=(16, 16))), expected)
+
+
+def test_one_step_trains_the_network_of_each_trainer(model, pairs, batches, bce, trained, assert_same):
+    step = WholeImageStep(bce, tile=(16, 16))
+    expected = trained(model, [pairs[:2], pairs[2:]])
+    for network in (deepcopy(model), model):
+        optimizer = torch.optim.SGD(network.parameters(), lr=0.5)
+        SupervisedTrainer(CPU, 1, batches, network, optimizer, bce, iteration_update=step, decollate=False).run()
+        assert_same(network, expected)
+
+
+def test_a_trainer_that_scales_losses_is_refused(model, batches, bce):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    trainer = SupervisedTrainer(
+        CPU, 1, batches, model, optimizer, bce, iteration_update=WholeImageStep(bce), decollate=False, amp=True
+    )
+    with pytest.raises(ConfigError, match="precision='float16'"):
+        trainer.run()
 
 
 def test_a_network_that_is_no_module_is_refused(model, pairs):

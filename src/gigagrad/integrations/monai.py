@@ -46,27 +46,50 @@ class WholeImageInferer(Inferer):  # type: ignore[misc]
 class WholeImageStep:
     """A trainer's `iteration_update`: exact loss and gradients of whole images, then a step of its optimizer.
 
-    Takes the settings of `gigagrad.compile`. The loss is the mean over a batch. The trainer's own inferer and loss are
-    not asked, and predictions are not kept.
+    Takes the settings of `gigagrad.compile`. The loss is the mean over a batch, and `accumulation_steps` means what it
+    does elsewhere. The trainer's own inferer and loss are not asked, and predictions are not kept.
     """
 
     def __init__(self, loss: Callable[[Any, Any], torch.Tensor], **settings: Any) -> None:
         self._loss, self._settings = loss, settings
+        self._network: nn.Module | None = None
         self.engine: Engine | None = None
 
     def __call__(self, trainer: Any, batch: Any) -> dict[str, Any]:
-        if self.engine is None:
+        """Take an iteration of `trainer`. Raises `ConfigError` for one with `amp`, which scales losses."""
+        if trainer.amp:
+            raise ConfigError(
+                "amp=True scales losses, which gigagrad does inside where it has to; leave it out of the trainer and "
+                "say WholeImageStep(precision='float16')"
+            )
+        if self.engine is None or self._network is not trainer.network:
+            self._network = trainer.network
             self.engine = compile(trainer.network, self._loss, optimizer=trainer.optimizer, **self._settings)
-        images, targets = trainer.prepare_batch(batch, torch.device("cpu"), trainer.non_blocking)
+        device = torch.device("cpu")
+        images, targets = trainer.prepare_batch(batch, device, trainer.non_blocking, **trainer.to_kwargs)
+        # As MONAI counts: from the epoch's first iteration, whose last one steps whatever has come together.
+        accumulated, length = getattr(trainer, "accumulation_steps", 1), trainer.state.epoch_length
+        before = trainer.state.iteration - 1
+        before = before if length is None else before % length
         trainer.network.train()
-        trainer.optimizer.zero_grad()
+        if before % accumulated == 0:
+            trainer.optimizer.zero_grad(set_to_none=trainer.optim_set_to_none)
         pairs = list(zip(_each(images), _each(targets), strict=True))
+        parameters = list(trainer.network.parameters())
+        earlier = [parameter.grad for parameter in parameters]
+        for parameter in parameters:
+            parameter.grad = None
         losses = [self.engine.backward(image, target) for image, target in pairs]
-        for parameter in trainer.network.parameters():
-            if parameter.grad is not None:
-                parameter.grad /= len(pairs)
+        for parameter, gradient in zip(parameters, earlier, strict=True):
+            if parameter.grad is None:
+                parameter.grad = gradient
+                continue
+            parameter.grad /= len(pairs) * accumulated
+            if gradient is not None:
+                parameter.grad += gradient
         trainer.fire_event(IterationEvents.BACKWARD_COMPLETED)
-        trainer.optimizer.step()
+        if (before + 1) % accumulated == 0 or before + 1 == length:
+            trainer.optimizer.step()
         trainer.fire_event(IterationEvents.MODEL_COMPLETED)
         return {CommonKeys.IMAGE: images, CommonKeys.LABEL: targets, CommonKeys.LOSS: torch.stack(losses).mean().item()}
 
