@@ -15,8 +15,8 @@ import torch
 import gigagrad as gg
 from gigagrad.cohorts import Row
 from gigagrad.cohorts.patches import Bags, Patches
-from gigagrad.errors import ConfigError, ModelError
-from gigagrad.events import Notice
+from gigagrad.errors import ConfigError, ImageError, ModelError
+from gigagrad.events import Event, MetricsLogged, Notice
 from gigagrad.models import load_model, resolve
 from gigagrad.prediction.encoding import Encoder
 from gigagrad.training import FitConfig, fit, frozen
@@ -212,6 +212,18 @@ def test_features_of_a_frozen_encoder_are_computed_once(cohort, monkeypatch) -> 
     assert any("in every step" in text for text in told(path, **OF_FROZEN, out="slow"))
     assert losses("run") == pytest.approx(losses("slow"), rel=1e-5)
     assert len(losses("run")) == 6
+
+
+def test_features_that_another_run_has_replaced_meanwhile_are_told(cohort) -> None:
+    path = cohort("label", LABELS)
+    other = config(path, **OF_FROZEN, features="kept", out="other", seed=1, epochs=1)
+
+    def train_another(event: Event) -> None:
+        if isinstance(event, MetricsLogged) and not Path("other").exists():
+            fit(other)
+
+    with pytest.raises(ImageError, match=r"kept.s\d.h5 holds features of another encoder"):
+        fit(config(path, **OF_FROZEN, features="kept"), [train_another])
 
 
 @pytest.mark.parametrize(

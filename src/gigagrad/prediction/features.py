@@ -30,6 +30,8 @@ from gigagrad.ranks.ranks import as_bytes
 
 _OURS: Final = "gigagrad"
 """The attribute of `features` that says what they were computed of."""
+_SAME: Final = "encoder", "patches"
+"""What features follow from, of what is said of them there."""
 _PATCHES_AT_ONCE: Final = 64
 _MOST_PACKED: Final = 1032
 """The factor by which deflate, which packs most of them, makes bytes fewer at most."""
@@ -42,16 +44,23 @@ class Features(NamedTuple):
     coords: NDArray[np.int64] | None
 
 
-def open_features(path: str | Path) -> Features:
+def open_features(path: str | Path, made_of: Mapping[str, Any] | None = None) -> Features:
     """Read the features of a slide's patches from a file of ours, of TRIDENT or of CLAM, `.h5` or `.pt`.
 
     Features that lie in one piece are a memory map. Nothing in the file is executed, and no other file is opened.
-    Raises `ImageError` for a file that is missing, damaged, or holds anything else.
+    Raises `ImageError` for a file that is missing, damaged, or holds anything else; for features that were not computed
+    of `made_of`, as `made_of_file` tells it, too.
     """
     path = Path(path)
     if path.suffix in (".pt", ".pth"):
         return Features(_tensor(path), None)
-    return _read(path)[0]
+    found, known = _read(path)
+    if made_of is not None and (known is None or any(known.get(key) != made_of.get(key) for key in _SAME)):
+        raise ImageError(
+            f"{path} holds features of another encoder or of other patches now, which another program has written; "
+            "give each a folder of its own"
+        )
+    return found
 
 
 def features_of(

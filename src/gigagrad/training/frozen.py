@@ -14,6 +14,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from torch import Tensor, nn
@@ -30,7 +31,7 @@ from gigagrad.images.bag import ArrayBag, Bag
 from gigagrad.images.views import AS_STORED
 from gigagrad.models.mil import BagNetwork, ClamOutput, Head
 from gigagrad.prediction.encoding import Encoder
-from gigagrad.prediction.features import features_of, open_features
+from gigagrad.prediction.features import features_of, made_of_file, open_features
 from gigagrad.ranks import Ranks
 
 
@@ -120,6 +121,7 @@ class FeatureBags:
     def __init__(self, bags: Bags, folder: Path, config: FitConfig, model: nn.Module) -> None:
         """Copy the encoder, which computes until it is `done`."""
         assert isinstance(model, nn.Sequential)
+        self._made_of: dict[str, dict[str, Any] | None] = {}
         self._bags, self.folder = bags, folder
         self._as_stored = config.input_view == AS_STORED
         self._encoder: Encoder | None = Encoder(
@@ -133,12 +135,16 @@ class FeatureBags:
         rows, encoder = cohort.rows, self._encoder
         assert encoder is not None
 
-        def of_row(row: Row) -> int:
+        def of_row(row: Row) -> tuple[int, dict[str, Any]]:
             with cohort.telling(row):
-                return sum(self._of_slide(part, encoder) for part in row.members)
+                count = sum(self._of_slide(part, encoder) for part in row.members)
+                return count, {part.name: made_of_file(self._path(part)) for part in row.members}
 
         with events.job("features", len(rows)) as advance:
-            ranks.map(rows, of_row, lambda done, count: advance(done, f"{rows[done - 1].name}: {count} patches"))
+            found = ranks.map(
+                rows, of_row, lambda done, made: advance(done, f"{rows[done - 1].name}: {made[0]} patches")
+            )
+        self._made_of = {name: made for _, each in found for name, made in each.items()}
         self._encoder = None
 
     def _of_slide(self, row: Row, encoder: Encoder) -> int:
@@ -146,6 +152,9 @@ class FeatureBags:
             self.folder.mkdir(parents=True, exist_ok=True)
             files = row.files if self._as_stored else ()  # channels that are chosen are told by their pixels
             return len(features_of(bag, encoder, self.folder, name=row.name, files=files))
+
+    def _path(self, row: Row) -> Path:
+        return self.folder / f"{row.name}.h5"
 
     def blank(self, row: Row) -> Bag:
         """Return zeros in the place of features, before there are any. Raises as `Bags.open` and `Encoder.length`."""
@@ -156,8 +165,10 @@ class FeatureBags:
 
     @contextmanager
     def open(self, row: Row) -> Iterator[Bag]:
-        """Open the features of a row as a bag `(N, D, 1, 1)`. Raises `ImageError`."""
-        found = [open_features(self.folder / f"{part.name}.h5").features for part in row.members]
+        """Open the features of a row as a bag `(N, D, 1, 1)`. Raises `ImageError`, also for those of another encoder
+        that somebody has written in their place since.
+        """
+        found = [open_features(self._path(part), self._made_of[part.name]).features for part in row.members]
         features_ND = found[0] if len(found) == 1 else np.concatenate(found)
         with ExitStack() as opened:
             yield opened.enter_context(ArrayBag(features_ND[..., None, None], name=row.name))
