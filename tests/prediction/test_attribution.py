@@ -95,6 +95,16 @@ def test_a_map_is_of_the_class_that_was_asked_for(run: Path, slide: Path) -> Non
         made(run, slide, of="drak", overwrite=True)
 
 
+def test_a_map_of_other_classes_or_colours_is_another_one(run: Path, slide: Path) -> None:
+    made(run, slide, of="dark")
+    for changes in ({"classes": ("dark=0", "bright=1")}, {"bands": (3, 2, 1)}):
+        with pytest.raises(ImageError, match="another map"):
+            made(run, slide, of="dark", **changes)
+        made(run, slide, of="dark", overwrite=True, **changes)
+        made(run, slide, of="dark", **changes)
+        made(run, slide, of="dark", overwrite=True)
+
+
 def test_the_output_of_a_module_is_a_map(run: Path, slide: Path) -> None:
     found = made(run, slide, module="excess")
     pixels = tifffile.imread(slide).astype(np.float32)

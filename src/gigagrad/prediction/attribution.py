@@ -8,6 +8,7 @@ and at full resolution a map takes more disk than its slide (docs/decisions/0032
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import textwrap
@@ -39,6 +40,9 @@ from gigagrad.prediction.slide_scores import Reading, output_of, weighted_sum
 from gigagrad.shares import Share
 
 _MADE: Final = "gigagrad attribution: "
+_GIVEN: Final = "classes", "grey", "bands", "threshold"
+"""Settings by which a map is another one than the run's own."""
+_USUAL: Final = {field.name: field.default for field in dataclasses.fields(PredictConfig)}
 
 
 def attribute(
@@ -117,6 +121,8 @@ class _Job:
                 "model": self._digest,
                 "slide": [row.slide.name, *slide.shape],
             }
+            if given := {name: value for name in _GIVEN if (value := getattr(self._config, name)) != _USUAL[name]}:
+                settings["given"] = given
             description = _MADE + json.dumps(settings)
             if path.exists() and not self._overwrite:
                 if _description(path) != description:
