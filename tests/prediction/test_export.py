@@ -147,6 +147,17 @@ def test_predict_takes_it_as_a_run(network_dir, paper, jpeg_slide, jpeg_label, t
     assert np.abs(found["run"] - found["found"]).max() <= (30 if int8 else 1)
 
 
+def test_eight_bits_are_calibrated_on_training_slides_of_split_files_and_of_folds(small, jpeg_slide, tmp_path):
+    (tmp_path / "unseen.tif").write_bytes(b"no slide, which nobody reads")
+    cohort = tmp_path / "cohort.csv"
+    cohort.write_text(f"slide_id,slide\nseen,{jpeg_slide}\nunseen,unseen.tif\n")
+    (tmp_path / "splits_0.csv").write_text(f",train,val,test\n0,{jpeg_slide.stem},,unseen\n")
+    export(small[0], tmp_path / "listed", int8=cohort, trust=[SMALL])
+    cohort.write_text(f"slide,fold\n{jpeg_slide},0\nunseen.tif,1\n")
+    with pytest.raises(ConfigError, match="no training slides"):
+        export(small[0], tmp_path / "folds", int8=cohort, trust=[SMALL])
+
+
 @pytest.mark.parametrize(("spec", "model", "said"), [
     (GLOBAL, Centred, "reads the whole image at once"),
     (SCORES, Scores, "is no image of the slide's size"),
