@@ -123,6 +123,63 @@ def test_an_interrupted_run_of_all_settings_ends_with_the_same_bits(config, tmp_
     assert all(torch.equal(averages[0][key], averages[1][key]) for key in averages[0])
 
 
+class Slowing(torch.optim.SGD):
+    """Keeps the number of its steps by group, and steps less and less."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            group["steps"] = group.get("steps", 0) + 1
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.grad /= group["steps"]
+        return super().step(closure)
+
+
+@pytest.mark.parametrize(("before", "after"), [(True, True), (True, False), (False, True)])
+def test_what_an_optimizer_keeps_by_group_is_continued_where_ranks_share_it(config, tmp_path, before, after):
+    settings = replace(config, optimizer=f"{__name__}:Slowing?momentum=0.9", learning_rate=0.05)
+    whole = replace(settings, out=str(tmp_path / "whole"))
+    fit(whole)
+
+    def stopping(event: Any) -> None:
+        if isinstance(event, JobAdvanced) and event.job == "train" and event.done == 4:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        fit(replace(settings, shard_optimizer=before), [stopping])
+    fit(replace(settings, shard_optimizer=after))
+    one, other = trained(whole), trained(settings)
+    assert all(torch.equal(one[key], other[key]) for key in one)
+
+
+class Doubling(torch.optim.SGD):
+    """Has other weights in eval mode, as schedule-free optimizers have."""
+
+    def eval(self) -> None:
+        self._scale(2)
+
+    def train(self) -> None:
+        self._scale(0.4)
+
+    def _scale(self, factor: float) -> None:
+        with torch.no_grad():
+            for parameter in self.param_groups[0]["params"]:
+                parameter *= factor
+
+
+@pytest.mark.parametrize("shard", [False, True])
+def test_weights_that_an_optimizer_has_in_eval_mode_are_validated_and_kept(config, tmp_path, shard):
+    plain = replace(config, optimizer="sgd", learning_rate=0.05, epochs=1, out=str(tmp_path / "plain"))
+    settings = replace(plain, optimizer=f"{__name__}:Doubling", out=config.out, shard_optimizer=shard)
+    others = fit(plain).best_loss, fit(settings).best_loss
+    assert others[0] != pytest.approx(others[1], rel=1e-3)
+    one, other = trained(plain), trained(settings)
+    assert all(torch.equal(one[key], other[key]) for key in one), "training goes on with its own"
+    _, kept = load_model(RunFolder(Path(settings.out)).best)
+    for name, parameter in kept.named_parameters():
+        assert torch.equal(parameter.detach(), 2 * one[name])
+
+
 def test_an_interrupt_within_a_step_leaves_the_step_before(config, tmp_path, monkeypatch):
     """Half a step has been written to the weights by then, which no checkpoint may hold."""
     whole = replace(config, out=str(tmp_path / "whole"))

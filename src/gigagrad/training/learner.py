@@ -33,7 +33,17 @@ from gigagrad.prediction.slide_scores import output_of, weighted_sum
 from gigagrad.ranks import Mesh
 from gigagrad.training.apollo import Apollo
 from gigagrad.training.folder import Checkpoint
-from gigagrad.training.sharing import SHARDED, GradientTree, Shards, assign, leave_in_order, load_shards
+from gigagrad.training.sharing import (
+    GROUPS,
+    SHARDED,
+    GradientTree,
+    Shards,
+    assign,
+    leave_in_order,
+    load_groups,
+    load_shards,
+    settings_of_groups,
+)
 from gigagrad.training.state import (
     Attributes,
     FurtherState,
@@ -417,8 +427,27 @@ class Learner:
         return values
 
     def as_kept(self) -> AbstractContextManager[None]:
-        """Give the model the weights that are validated and kept, meanwhile."""
-        return nullcontext() if self._average is None else self._average.applied()
+        """Give the model the weights that are validated and kept, meanwhile: their average, or those of an optimizer
+        that has others for this (`eval` and `train`, as schedule-free ones).
+        """
+        if self._average is not None:
+            return self._average.applied()
+        return self._evaluated() if hasattr(self.optimizer, "eval") else nullcontext()
+
+    @contextmanager
+    def _evaluated(self) -> Iterator[None]:
+        optimizer: Any = self.optimizer
+        trained = [parameter.detach().clone() for parameter in self.model.parameters()]
+        optimizer.eval()
+        if self.shards is not None:
+            self.shards.spread()
+        try:
+            yield
+        finally:
+            optimizer.train()
+            with torch.no_grad():  # by their numbers: there and back is rounded
+                for parameter, value in zip(self.model.parameters(), trained, strict=True):
+                    parameter.copy_(value)
 
     def writes(self) -> tuple[int, Attributes]:
         """Count the writes to anything that a step changes: PyTorch keeps count; beside what attributes hold."""
@@ -448,7 +477,7 @@ class Learner:
         # A folder belongs to a step: the state is that which lies there, and a checkpoint may need it.
         if self._saved is None or self._saved[0] != folder:
             self._saved = folder, self.shards.save(self.optimizer, folder)
-        return {SHARDED: self._saved[1]}
+        return {SHARDED: self._saved[1], GROUPS: settings_of_groups(self.optimizer)}
 
     def load(self, checkpoint: Checkpoint, sharded: Path) -> None:
         """Load a checkpoint; `sharded` is the folder of the optimizer's state, where ranks shared it. Raises anything
@@ -457,6 +486,7 @@ class Learner:
         self.model.load_state_dict(checkpoint.model)
         if SHARDED in checkpoint.optimizer:
             load_shards(self.optimizer, self.model, sharded, checkpoint.optimizer[SHARDED])
+            load_groups(self.optimizer, checkpoint.optimizer.get(GROUPS, settings_of_groups(self.optimizer)))
             self._saved = sharded, checkpoint.optimizer[SHARDED]
         elif self.shards is None:
             self.optimizer.load_state_dict(checkpoint.optimizer)
@@ -464,6 +494,7 @@ class Learner:
             whole = make_optimizer(self._config, self.model)
             whole.load_state_dict(checkpoint.optimizer)
             self.optimizer.state.update({p: whole.state[p] for p in self.shards.own.values() if p in whole.state})
+            load_groups(self.optimizer, settings_of_groups(whole))
         self.engine.load_state_dict(checkpoint.engine)
         self._overflows = self._overflows_behind = self.engine.overflows
         if self.group is not None:

@@ -22,6 +22,7 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -218,6 +219,8 @@ def _run_found(step: int | None) -> str:
 
 SHARDED = "tensors in shards"
 """In the place of an optimizer's state: how many tensors there are in all."""
+GROUPS = "groups"
+"""Beside it: what the optimizer keeps of each group of parameters."""
 
 _Optimizer = torch.optim.Optimizer
 
@@ -258,6 +261,17 @@ class Shards:
             if tensors:
                 _write(tensors, folder / f"rank-{self._ranks.index + 1}-of-{self._ranks.count}.safetensors")
             return sum(self._ranks.all_gather_object(len(tensors)))
+
+
+def settings_of_groups(optimizer: _Optimizer) -> list[dict[str, Any]]:
+    """Return what an optimizer keeps of each group of parameters, the number of its steps for one."""
+    return [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+
+
+def load_groups(optimizer: _Optimizer, groups: Iterable[Mapping[str, Any]]) -> None:
+    """Give an optimizer what `settings_of_groups` has told of one with as many groups. Raises `ValueError`."""
+    for group, settings in zip(optimizer.param_groups, groups, strict=True):
+        group.update(settings)
 
 
 def load_shards(optimizer: _Optimizer, model: nn.Module, folder: Path, count: int) -> None:
