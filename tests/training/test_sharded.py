@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 from gigagrad.errors import ConfigError, WriteError
 from gigagrad.ranks import SingleRank, run_threaded
 from gigagrad.training import FitConfig
-from gigagrad.training.learner import make_optimizer
+from gigagrad.training.learner import check_apart, make_optimizer
 from gigagrad.training.sharing import Shards, load_shards
 
 CONFIG = FitConfig(slides="c.csv", out="run", rates=("0=0.1",), shard_optimizer=True)
@@ -111,6 +111,26 @@ def test_any_number_of_ranks_goes_on(wrote, reads, tmp_path):
         model, optimizer, _ = sharded(SingleRank())
         with pytest.raises(ValueError, match=re.escape("tensors of the optimizer's state, not 15")):
             load_shards(optimizer, model, folder, count)
+
+
+class Together(torch.optim.SGD):
+    """Steps by the sign of the sum of all gradients."""
+
+    def step(self, closure=None):
+        gradients = [parameter.grad for group in self.param_groups for parameter in group["params"]]
+        sign = sum(gradient.sum() for gradient in gradients).sign()
+        for gradient in gradients:
+            gradient *= sign
+        return super().step(closure)
+
+
+def test_an_optimizer_whose_steps_depend_on_all_parameters_is_not_shared():
+    with pytest.raises(ConfigError, match="depends on all parameters together"):
+        check_apart(replace(CONFIG, optimizer=f"{__name__}:Together"))
+    before = torch.get_rng_state()
+    for optimizer in ("adam", "adamw?amsgrad=true", "sgd?momentum=0.9", "apollo", "rmsprop", "lbfgs"):
+        check_apart(replace(CONFIG, optimizer=optimizer))
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 class Counting(torch.optim.SGD):

@@ -12,6 +12,7 @@ import math
 import shutil
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -79,6 +80,39 @@ def make_optimizer(config: FitConfig, model: nn.Module, own: Collection[str] | N
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ConfigError(f"{name!r} makes a {type(optimizer).__name__}, no torch.optim.Optimizer")
     return optimizer
+
+
+_STEPS: Final = 8
+"""Tried of an optimizer: the first ones of some that estimate a rate are too small to tell."""
+
+
+def check_apart(config: FitConfig) -> None:
+    """Raise `ConfigError` for an optimizer whose step of a parameter depends on the others, of which a rank that shares
+    its state has none. Tried on two small ones; one that takes no such parameters fails in its first step, if at all.
+    """
+    tried = replace(config, learning_rate=1.0, rates=())
+
+    def stepped(own: Collection[str]) -> Tensor:
+        with torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(0)
+            model = nn.ParameterList([torch.randn(4, 4), torch.randn(5, 4)])
+            optimizer = make_optimizer(tried, model, own)
+            for _ in range(_STEPS):
+                for parameter in model:
+                    parameter.grad = torch.randn(parameter.shape)
+                with torch.random.fork_rng(devices=[]):
+                    optimizer.step()
+            return model[0].detach()
+
+    try:
+        alone, together = stepped(["0"]), stepped(["0", "1"])
+    except Exception:  # anybody's optimizer
+        return
+    if not torch.allclose(alone, together, rtol=0, atol=0, equal_nan=True):
+        raise ConfigError(
+            f"a step of {config.optimizer} depends on all parameters together, and with shard_optimizer a rank steps a "
+            "part of them; leave that out, or choose another optimizer"
+        )
 
 
 def freeze(config: FitConfig, model: nn.Module) -> tuple[str, ...]:
@@ -302,6 +336,8 @@ class Learner:
         self.model, self._config, self._data = model, config, mesh.data
         self._journal, self._first = journal, mesh.first
         self.shards = Shards(model, mesh.world) if config.shard_optimizer else None
+        if config.shard_optimizer and mesh.world.count > 1:
+            check_apart(config)
         self._saved: tuple[Path, int] | None = None
         """The folder of the last checkpoint's shards, and how many tensors they have."""
         self.optimizer = make_optimizer(config, model, None if self.shards is None else self.shards.own)
