@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from gigagrad.cli import main
 from gigagrad.errors import ConfigError, TargetError
-from gigagrad.events import MetricsLogged
+from gigagrad.events import MetricsLogged, Notice
 from gigagrad.models import load_model
 from gigagrad.prediction import PredictConfig, SlideEvaluation, predict
 from gigagrad.prediction.cohort_scores import evaluate_masks, evaluate_model
@@ -217,6 +217,16 @@ def test_survival_of_patients(patients, capsys):
     assert cases["p6"]["slides"] == "2"
     assert main(["evaluate", "--predictions", "out", "--slides", str(patients)]) == 0
     assert "C-index" in capsys.readouterr().out
+
+
+def test_survival_that_compares_nothing_is_told(patients):
+    config = replace(config_of(patients, "One", "cox"), accumulate=4, epochs=1)
+    told: list[str] = []
+    fit(config, [lambda event: told.append(event.text) if isinstance(event, Notice) and event.warning else None])
+    assert any("compares nothing in split 'val'" in text and "of the first one are kept" in text for text in told)
+    patients.write_text(re.sub(r",\d,train", ",1,train", patients.read_text()))
+    with pytest.raises(ConfigError, match="compares nothing in split 'train'"):
+        fit(replace(config, out="other"))
 
 
 def test_classes_of_patients_are_those_of_the_mean_output(patients):

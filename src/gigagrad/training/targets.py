@@ -10,7 +10,7 @@ import copy
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from threading import Lock
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -18,7 +18,8 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from gigagrad.boxes import Box, spread
-from gigagrad.cohorts import Cohort, Size, survival_of
+from gigagrad.cohorts import Cohort, Size, cases_of, survival_of
+from gigagrad.cohorts.rows import Split
 from gigagrad.config.fit import FitConfig
 from gigagrad.errors import ConfigError, ModelError, TargetError
 from gigagrad.events import Events, Notice
@@ -191,12 +192,34 @@ def fit_loss(
     for row, size in zip(cohort.rows, sizes, strict=True):
         with cohort.telling(row):
             rule.check_channels(size.labels, named=row.mask is not None or row.label is not None)
+    if loss.survival:
+        _check_compared(rule, cohort, events)
     if config.class_weights:
         loss = loss.weighted(class_weights(config.class_weights, (), channels if loss.class_ids else 2))
     for _, each in loss.made_of:
         if isinstance(each, nn.Module):
             each.to(config.device)
     return loss, rule
+
+
+_LEARNT_FROM: Final[tuple[Split, ...]] = ("train", "val")
+
+
+def _check_compared(rule: TargetRule, cohort: Cohort, events: Events) -> None:
+    """Raise `ConfigError` where the loss of the training cases is the same whatever their risks; of the cases to
+    validate that is told.
+    """
+    for split in _LEARNT_FROM:
+        cases = cases_of(cohort.of(split))
+        times = [tuple(rule.survival(case[0].label or "", case[0].name)[0].tolist()) for case in cases]
+        compared = any(event and sum(other >= time for other, _ in times) > 1 for time, event in times)
+        if not cases or compared:
+            continue
+        text = f"cox compares nothing in split {split!r}: no case has the event while another one is followed still"
+        if split == "train":
+            raise ConfigError(f"{text}; give it cases that have")
+        kept = "every epoch has the same validation loss, and the weights of the first one are kept"
+        events.emit(Notice(f"{text}; {kept}", warning=True))
 
 
 def _check_channels(
