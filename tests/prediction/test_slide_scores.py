@@ -165,6 +165,17 @@ def test_one_output_without_a_label(predicted, tmp_path, jpeg_slide, loss, colum
     assert line["predicted"] == (f"{value:g}" if loss == "mse" else str(int(value > 0.5)))
 
 
+@pytest.mark.parametrize(("outputs", "loss", "told"), [(1, "bce", False), (2, "ce", True), (1, "mse", True)])
+def test_a_threshold_that_changes_nothing_is_told(predicted, outputs, loss, told):
+    heard = []
+    predicted(Logits(outputs), [heard.append], loss=loss, threshold=0.3)
+    texts = [event.text for event in heard if isinstance(event, Notice)]
+    assert any("threshold 0.3 changes nothing" in text for text in texts) == told
+    heard.clear()
+    predicted(Logits(outputs), [heard.append], loss=loss, overwrite=True)
+    assert not any(isinstance(event, Notice) for event in heard)
+
+
 def test_a_slide_done_before_is_left_alone_and_a_bad_one_stops_nobody(predicted, tmp_path, jpeg_slide):
     bad = tmp_path / "bad.tif"
     bad.write_bytes(jpeg_slide.read_bytes()[:3000])

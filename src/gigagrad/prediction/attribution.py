@@ -114,7 +114,7 @@ class _Job:
         """Write both files of a slide, unless they are there. Returns the picture, and in a few words what was done."""
         path, picture = self._paths(row)
         with open_slide(self._config, row) as slide:
-            settings = {
+            settings: dict[str, Any] = {
                 "of": self._of or "what is predicted",
                 "module": self._module,
                 "block": self._block,

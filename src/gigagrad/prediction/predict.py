@@ -83,6 +83,7 @@ class Predictor:
             )
         self.made_with = made_with(config, spec)
         self._tables_checked = False
+        self._threshold_told = config.threshold == PredictConfig.threshold
 
     def _load(self) -> str:
         """Load the network, and return the name that it is made by. Raises as `load_model`."""
@@ -223,6 +224,7 @@ class Predictor:
                 )
             channels = Channels.of(shape[1], self.loss)
             named = channels.classes(self.table, typed=bool(self.config.classes))
+            self._check_threshold(channels.planes == channels.count)
             truth = None
             if entry.masks:
                 truth = opened.enter_context(open_mask(entry.masks, slide, self.table, labels=channels.planes))
@@ -295,6 +297,14 @@ class Predictor:
                 write_attention(self.out / result.files["attention"], entry, bag, attention, f"attention ({said})")
             return dataclasses.replace(found, files=result.files, patches=len(bag), mpp=bag.mpp)
 
+    def _check_threshold(self, is_used: bool) -> None:
+        """Tell once where a threshold was given and nothing is compared with it."""
+        if not is_used and not self._threshold_told:
+            self._threshold_told = True
+            told = f"the threshold {self.config.threshold:g} changes nothing: this model's"
+            text = f"{told} likeliest class is predicted, or a number; it is for models of one probability"
+            self._events.emit(Notice(text, warning=True))
+
     def _scored(self, entry: Row, output_NC: torch.Tensor, result: SlideResult) -> SlideResult:
         """Read the output as scores of the whole slide."""
         if not self._tables_checked:  # from then on, a table that comes is of another share
@@ -303,6 +313,7 @@ class Predictor:
             self._tables_checked = True
         reading = Reading.of(output_NC.shape[1], self.loss, self.table)
         scores = reading.scores(output_NC)
+        self._check_threshold(bool(reading.names) and len(reading.columns) == 1)
         return dataclasses.replace(
             result,
             files={},

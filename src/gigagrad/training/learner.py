@@ -102,7 +102,8 @@ def check_apart(config: FitConfig) -> None:
                     parameter.grad = torch.randn(parameter.shape)
                 with torch.random.fork_rng(devices=[]):
                     optimizer.step()
-            return model[0].detach()
+            first: Tensor = model[0].detach()
+            return first
 
     try:
         alone, together = stepped(["0"]), stepped(["0", "1"])
