@@ -165,3 +165,23 @@ def test_operators_that_draw_are_known_by_their_tags():
     assert any("rand_like" in op for op in drawn)
     assert len(drawn) == 2
     assert [*drawing(graph).values()] == [0, 1]
+
+
+@pytest.mark.parametrize("tile", [None, (9, 13)])
+def test_an_engine_with_a_seed_that_loads_a_state_goes_on_drawing(tile):
+    image, weights = torch.ones(2, 24, 23, dtype=torch.float64), torch.ones(6, 24, 23, dtype=torch.float64)
+
+    def engine() -> gg.Engine:
+        return gg.compile(Drawing(("dropout of channels",)).double(), noted, seed=3, tile=tile, progress=False)
+
+    def noted(output: Tensor, target: Tensor) -> Tensor:
+        return (output * target).square().sum()
+
+    whole, before, after = engine(), engine(), engine()
+    for each in (before, after):
+        each.model.load_state_dict(whole.model.state_dict())
+    expected = [float(whole.backward(image, weights)) for _ in range(5)]
+    assert len(set(expected)) > 1
+    found = [float(before.backward(image, weights)) for _ in range(2)]
+    after.load_state_dict(before.state_dict())
+    assert [*found, *(float(after.backward(image, weights)) for _ in range(3))] == expected

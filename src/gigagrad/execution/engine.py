@@ -328,18 +328,19 @@ class Engine:
 
     def state_dict(self) -> dict[str, Any]:
         """Return tile shapes and memory layouts by size, which depend on the machine and on the memory at hand,
-        `overflows`, and the norms behind `gradient_errors`.
+        `overflows`, the norms behind `gradient_errors`, and with a `seed` the number of runs.
 
-        An engine that loads them repeats this one's arithmetic bit for bit.
+        An engine that loads them goes on with this one's arithmetic bit for bit.
         """
-        errors = dict(self._squared_errors)
-        return {**self._planner.state_dict(), "overflows": self.overflows, "gradient_errors": errors}
+        errors, runs = dict(self._squared_errors), {} if self._seed is None else {"runs": self._runs}
+        return {**self._planner.state_dict(), "overflows": self.overflows, "gradient_errors": errors, **runs}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Adopt the choices of another engine's `state_dict`, from the next run on."""
         self._planner.load_state_dict(state)
         self.overflows = state.get("overflows", 0)  # none in states of earlier versions
         self._squared_errors = dict(state.get("gradient_errors") or {})
+        self._runs = state.get("runs", self._runs)
 
     @property
     def _predictions(self) -> Predictions:
