@@ -167,7 +167,7 @@ def test_one_output_without_a_label(predicted, tmp_path, jpeg_slide, loss, colum
 
 @pytest.mark.parametrize(("outputs", "loss", "told"), [(1, "bce", False), (2, "ce", True), (1, "mse", True)])
 def test_a_threshold_that_changes_nothing_is_told(predicted, outputs, loss, told):
-    heard = []
+    heard: list[object] = []
     predicted(Logits(outputs), [heard.append], loss=loss, threshold=0.3)
     texts = [event.text for event in heard if isinstance(event, Notice)]
     assert any("threshold 0.3 changes nothing" in text for text in texts) == told

@@ -31,7 +31,7 @@ from gigagrad.ranks.ranks import as_bytes
 _OURS: Final = "gigagrad"
 """The attribute of `features` that says what they were computed of."""
 _SAME: Final = "encoder", "patches"
-"""What features follow from, of what is said of them there."""
+"""Keys of what features follow from."""
 _PATCHES_AT_ONCE: Final = 64
 _MOST_PACKED: Final = 1032
 """The factor by which deflate, which packs most of them, makes bytes fewer at most."""
