@@ -96,6 +96,16 @@ def test_a_layer_that_can_t_be_read_is_told_and_the_slide_is_shown(jpeg_slide, t
     opened.close()
 
 
+def test_labels_of_one_name_are_called_by_their_folders(jpeg_slide, jpeg_label, tmp_path):
+    (item,) = find([jpeg_slide], [jpeg_label]).items
+    places = [tmp_path / folder / "small.tif" for folder in ("masks", "second")]
+    for place in places:
+        place.parent.mkdir()
+        shutil.copy(jpeg_label, place)
+    opened = Opened(dataclasses.replace(item, labels=tuple((place,) for place in places)))
+    assert [name for name, _ in named(opened)] == ["Label small in masks", "Label small in second"]
+
+
 def outlines(path, **kinds):
     """Write squares of 100 px by the left edge of each, in the order of the names of their classes."""
     features = [

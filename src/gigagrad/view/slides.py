@@ -131,7 +131,11 @@ class Opened:
         """Open masks or outlines, one or one of each label. Raises `GigagradError`."""
         several = len(paths) > 1
         table = item.table or next((each.table for each in item.predictions if each.table is not None), None)
-        name = "Label" if len(item.labels) == 1 else f"Label {plain_name(paths[0], item.name)}"
+        names = [plain_name(each[0], item.name) for each in item.labels]
+        own = plain_name(paths[0], item.name)
+        name = "Label" if len(names) == 1 else f"Label {own}"
+        if names.count(own) > 1:
+            name += f" in {paths[0].parent.name}"
         if not several:
             return self._classes(name, paths[0], table, gaps=IGNORED if table is None else table.unlabelled)
         first, *others = [self._classes(name, path, None, one=True) for path in paths]
