@@ -239,8 +239,8 @@ class _Chooser:
         it takes more than `at_most` seconds, in which another plan computes the same.
         """
         in_memory = self._fitter.in_memory
-        chain = Cuts(self._graph, self._costs.usual_seconds, backward=self._problem.backward)
-        selections = [selection.kept for selection in chain.selections()]
+        cuts = Cuts(self._graph, self._costs.usual_seconds, backward=self._problem.backward)
+        selections = [selection.kept for selection in cuts.selections()]
         single = len(split_segments(self._graph, selections[-1])) == 1  # may be faster: the chain model is rough
         unbounded = self._fitter.unbounded()
 

@@ -99,9 +99,8 @@ class GradientTree:
         shapes = {i: (tuple(parameter.shape), parameter.dtype) for i, parameter in enumerate(self._parameters)}
         shares = {i: one for i, one in total.items() if one is not None}
         found: Gradients = [None] * len(shapes)
-        for i, whole in gathered(
-            ranks, shares, shapes, torch.device("cpu")
-        ).items():  # laid out as the parameter is, as one process has it
+        wholes = gathered(ranks, shares, shapes, torch.device("cpu"))
+        for i, whole in wholes.items():  # laid out as the parameter is, as one process has it
             found[i] = torch.empty_like(self._parameters[i], requires_grad=False).copy_(whole)
         return found
 

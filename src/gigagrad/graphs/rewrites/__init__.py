@@ -19,6 +19,8 @@ from gigagrad.graphs.rewrites import attention, random, reductions, structure
 
 __all__ = ["attention", "lower", "random", "reductions", "structure"]
 
+assert STRUCTURE.keys().isdisjoint(ON_FIELDS), "the first would keep the second from ever being asked"
+
 
 def lower(builder: Builder, op: str, arguments: dict[str, Any], *, whole: bool = False) -> Any:
     """Append the operator, rewritten if it needs to be, or on `whole` fields as it is. The result is a `Ref`, or a list

@@ -23,7 +23,9 @@ _SCALES = aten("mul.Tensor div.Tensor mul.Scalar div.Scalar")
 
 @rewrites(STRUCTURE, _PRODUCTS)
 def _product(builder: Builder, op: str, arguments: dict[str, Any]) -> Ref:
-    """Compute `softmax(scale * query @ key) @ value` of whole fields without its scores, where these are the most."""
+    """Compute `softmax(scale * query @ key) @ value` of whole fields without its scores, where these are the most; few
+    rows of weights times features of patches as sums over patches.
+    """
     if (tiled := _in_tiles(builder, op, arguments)) is not None:
         return tiled
     weights, value = (arguments[name] for name in _PRODUCTS[op])
