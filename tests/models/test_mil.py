@@ -289,3 +289,31 @@ def test_features_of_all_patches_are_pooled_chunk_by_chunk(name):
     engine = gg.compile(model, F.cross_entropy)
     graph = engine.problem(torch.rand(300, 3, 8, 8), torch.tensor([1])).graph
     assert all(prod(node.shape) <= 300 for node in graph.nodes if node.op == GATHER)
+
+
+class SeveralRows(nn.Module):
+    """Pooling by several rows of attention, a row for each class."""
+
+    def __init__(self, rows: int) -> None:
+        super().__init__()
+        self.encoder, self.scores, self.classifier = Encoder(), nn.Linear(6, rows), nn.Linear(6 * rows, 2)
+
+    def forward(self, x):
+        features = self.encoder(x)
+        return self.classifier((self.scores(features).softmax(0).T @ features).reshape(1, -1))
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3])
+def test_each_row_of_attention_is_a_sum_over_patches(rows):
+    model = SeveralRows(rows).double()
+    bag, label = torch.rand(23, 3, 8, 8, dtype=torch.float64), torch.tensor([1])
+    F.cross_entropy(model(bag), label).backward()
+    expected = [parameter.grad for parameter in model.parameters()]
+    model.zero_grad()
+    engine = gg.compile(model, F.cross_entropy, tile=(5, 1))
+    engine.in_tiles = True
+    graph = engine.problem(bag, label).graph
+    assert all(prod(node.shape) <= 23 * rows for node in graph.nodes if node.op == GATHER)
+    engine.backward(bag, label)
+    for parameter, gradient in zip(model.parameters(), expected, strict=True):
+        torch.testing.assert_close(parameter.grad, gradient, rtol=1e-10, atol=1e-13)
