@@ -103,6 +103,10 @@ class Browser:
             self.answers.append({"id": told["requestId"], "url": response["url"], "status": response["status"]})
 
     def open(self, address: str) -> None:
+        """Load a page anew, even if it is open already. `problems` and `answers` are then its own."""
+        self.ask("Page.navigate", url="about:blank")
+        self.problems.clear()
+        self.answers.clear()
         self.ask("Page.navigate", url=address)
 
     def evaluate(self, script: str) -> Any:

@@ -99,13 +99,19 @@ def served(predicted, jpeg_slide, jpeg_label, network_dir, run_dir) -> Iterator[
 
 
 @pytest.fixture(scope="module")
-def browser(served) -> Iterator[Browser]:
+def chromium() -> Iterator[Browser]:
     with Browser() as opened:
-        opened.open(served)
-        opened.wait("document.querySelector('#layers h1')?.textContent === 'small'")
-        opened.wait("document.querySelectorAll('.layer').length === 7")  # those of the network come last
         yield opened
-        assert not opened.problems
+
+
+@pytest.fixture
+def browser(chromium, served) -> Iterator[Browser]:
+    """Open the page anew, so that any process may run any of its tests: what another test left is gone."""
+    chromium.open(served)
+    chromium.wait("document.querySelector('#layers h1')?.textContent === 'small'")
+    chromium.wait("document.querySelectorAll('.layer').length === 7")  # those of the network come last
+    yield chromium
+    assert not chromium.problems
 
 
 DRAWN = """(() => {
@@ -347,6 +353,9 @@ class TestPage:
             page.open(address)
             page.wait("document.querySelectorAll('.layer').length === 2")
             page.open(f"{address}#slide=0&x=300&y=200&width={page.evaluate('stage.clientWidth / 4')}")
+            page.wait(
+                "document.querySelectorAll('.layer').length === 2 && document.querySelector('#stage canvas') !== null"
+            )
             white, dark = [255] * 3, [20, 20, 24]
             told = page.evaluate("fetch('slides/0').then((each) => each.json())")["layers"][0]["classes"]
             one, two = ([*each["color"]] for each in told)
@@ -467,8 +476,8 @@ class TestPage:
 
 
 @pytest.fixture(scope="module")
-def two(predicted, jpeg_label, tmp_path_factory) -> Iterator[Browser]:
-    """A page of two predictions of one slide, of which the second finds everything, by a model of bags."""
+def served_two(predicted, jpeg_label, tmp_path_factory) -> Iterator[str]:
+    """Serve two predictions of one slide, of which the second finds everything, by a model of bags."""
     other = tmp_path_factory.mktemp("two") / "other"
     shutil.copytree(predicted, other)
     mask = other / "masks" / "small.tif"
@@ -481,11 +490,23 @@ def two(predicted, jpeg_label, tmp_path_factory) -> Iterator[Browser]:
     tiles = [tile(32 * number, 320, number / 100) for number in range(28)]
     (other / "attention" / "small" / "small.geojson").write_text(json.dumps({"features": tiles}))
     tifffile.imwrite(other / "attention" / "small" / "small.tif", np.ones((22, 29), np.float32), tile=(16, 16))
-    with serving([predicted, other], [jpeg_label.parent]) as address, Browser() as opened:
-        opened.open(address)
-        opened.wait("document.querySelectorAll('.patches img').length === 24")
-        yield opened
-        assert not opened.problems
+    with serving([predicted, other], [jpeg_label.parent]) as address:
+        yield address
+
+
+@pytest.fixture
+def two(chromium, served_two) -> Iterator[Browser]:
+    chromium.open(served_two)
+    chromium.wait("document.querySelectorAll('.patches img').length === 24")
+    yield chromium
+    assert not chromium.problems
+
+
+def _hide(two: Browser) -> None:
+    """Hide the label and both predictions, which leaves the slide on either side."""
+    for key in ("1", "2", "5"):
+        two.key(key)
+    two.wait(_SAME)
 
 
 _SAME = """(() => {
@@ -511,17 +532,13 @@ class TestTwo:
         for label, side, name in zip(two.evaluate(told), ("left", "right"), names, strict=True):
             assert label.startswith(f"Slide {side} with predictions of {name}: arrow keys")
         two.wait(f"!{_SAME}")
-        for key in ("1", "2", "5"):  # the label and both predictions
-            two.key(key)
-        two.wait(_SAME)
+        _hide(two)
         two.key("2")
         two.key("5")
         two.wait(f"!{_SAME}")
-        two.key("2")
-        two.key("5")
 
     def test_both_move_in_step_whichever_is_touched(self, two):
-        two.wait(_SAME)
+        _hide(two)
         width = "Number(new URLSearchParams(location.hash.slice(1)).get('width'))"
         before, seen = two.wait(width), two.evaluate(_SPOT)
         two.key("+")
@@ -559,7 +576,7 @@ class TestTwo:
         two.key("c")
         two.wait("document.getElementById('pane-2').checkVisibility()")
         assert two.evaluate(shown) == 10
-        two.wait(_SAME)
+        _hide(two)
 
     @needs_axe
     def test_two_predictions_and_patches_keep_the_rules_of_accessibility(self, two):
@@ -590,19 +607,19 @@ class TestTwo:
             two.evaluate(f"{rect}.{side} + {rect}.{length} / 2") for side, length in (("x", "width"), ("y", "height"))
         )
         two.click(x, y)
-        two.wait(f"{detail}.querySelector('p').innerText.includes('rank 14 ')")
+        two.wait(f"{detail}.querySelector('p')?.innerText.includes('rank 14 ')")
         said = two.evaluate(f"{detail}.querySelector('p').innerText").split("\n")
         assert said == ["x 448, y 320 px", "attention 0.140", "rank 14 of 28", "more than 7 % of the patches"]
         assert two.wait(f"{detail}.querySelector('img').naturalWidth") >= 32
         two.evaluate(f"{detail}.querySelector('button').focus()")
         two.key(" ")
-        two.wait(f"{detail}.querySelector('p').innerText.includes('rank 13 of 28')")
+        two.wait(f"{detail}.querySelector('p')?.innerText.includes('rank 13 of 28')")
         assert two.evaluate("document.activeElement.textContent") == "Higher", "the focus stays"
         two.wait("Number(new URLSearchParams(location.hash.slice(1)).get('width')) < 400")  # it has gone there
         two.key("0")
         two.wait(whole)
         two.key("i")
-        two.wait(f"{detail}.querySelector('p').innerText.includes('rank 14 of 28')")
+        two.wait(f"{detail}.querySelector('p')?.innerText.includes('rank 14 of 28')")
         two.evaluate(f"{_LAYER % 'Attention'}.querySelector('input').click()")
         two.click(x, y - 150)
         assert "rank 14 of 28" in two.evaluate(f"{detail}.innerText"), (
