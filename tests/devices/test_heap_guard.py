@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from gigagrad.allowances import UNNOTICED_BYTES
-from gigagrad.devices import device_for, heap
+from gigagrad.devices import cpu, device_for, heap
 from gigagrad.devices.cpu import HeapGuard
 from gigagrad.devices.heap import return_freed_memory, settle_allocator, used_bytes
 from tests.devices.fake import FakeCpu
@@ -309,21 +309,50 @@ class TestWholeNetworks:
             held["now"] = 101
             wait_until(lambda: held["given_back"] == 1)
             assert held["now"] == 40
-        held["now"] = 101
-        time.sleep(0.05)
-        assert held["given_back"] == 1
-        assert "gigagrad-memory" not in {thread.name for thread in threading.enumerate()}
+        assert_nobody_looks(held)
 
     def test_nobody_looks_where_blocks_are_mapped(self, held, watch):
         watch.begin_pass(90 * MIB, 0, 0)
         with watch.computing_whole():
-            assert "gigagrad-memory" not in {thread.name for thread in threading.enumerate()}
+            assert_nobody_looks(held)
 
-    def test_an_error_ends_the_looking(self, watch):
+    def test_an_error_ends_the_looking(self, held, watch):
         watch.begin_pass(90 * MIB, 0, 8 * MIB)
         with pytest.raises(ValueError, match="no"), watch.computing_whole():
             raise ValueError("no")
-        assert "gigagrad-memory" not in {thread.name for thread in threading.enumerate()}
+        assert_nobody_looks(held)
+
+    def test_one_thread_looks_in_one_step_after_the_other(self, held, watch):
+        watch.begin_pass(90 * MIB, 0, 8 * MIB)
+        for step in range(1, 4):
+            wait_until(lambda: not looking() or cpu._idle)
+            before = looking()
+            with watch.computing_whole():
+                assert len(looking() - before) == (not before)
+                held["now"] = 101
+                wait_until(lambda step=step: held["given_back"] == step)
+
+    def test_of_two_at_a_time_each_is_looked_at(self, held, watch):
+        lower = HeapGuard(held.device, 68 * MIB + UNNOTICED_BYTES, 200 * MIB)
+        watch.begin_pass(90 * MIB, 0, 8 * MIB)
+        lower.begin_pass(50 * MIB, 0, 8 * MIB)
+        with watch.computing_whole():
+            with lower.computing_whole():
+                held["now"] = 61
+                wait_until(lambda: held["given_back"] == 1)
+            held["now"] = 101
+            wait_until(lambda: held["given_back"] == 2)
+        lower.close()
+
+
+def looking():
+    return {thread for thread in threading.enumerate() if thread.name == "gigagrad-memory"}
+
+
+def assert_nobody_looks(held):
+    before, held["now"] = held["given_back"], 101
+    time.sleep(0.05)
+    assert held["given_back"] == before
 
 
 def wait_until(holds):

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import _thread
+import os
+import sys
 import threading
-from collections.abc import Collection, Iterator
+from collections import deque
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from queue import SimpleQueue
 from typing import ClassVar
 
 import psutil
@@ -31,6 +36,7 @@ from gigagrad.devices.heap import (
     return_freed_memory,
     return_largest_freed,
     settle_allocator,
+    unused_bytes,
     used_bytes,
 )
 from gigagrad.devices.machine import Machine
@@ -73,8 +79,9 @@ class Cpu(Device):
     def peak_bytes(self) -> int:
         return peak_resident_bytes()
 
-    def free_bytes(self) -> int | None:
-        return int(psutil.virtual_memory().available * FREE_SHARE)
+    def free_bytes(self, enough: int = sys.maxsize) -> int | None:
+        unused = int(unused_bytes() * FREE_SHARE)
+        return unused if unused >= enough else int(psutil.virtual_memory().available * FREE_SHARE)
 
     def trim(self) -> None:
         BufferPool.give_back()
@@ -140,6 +147,9 @@ class HeapGuard(MemoryGuard):
         self._device = device
         self._peak_bytes, self._budget_bytes = peak_bytes, budget_bytes
         self._lock = threading.Lock()
+        self._looking = threading.Lock()
+        """Held while another thread looks."""
+        self._watched = False
         self._in_heap = self._at_work = False
         self._blocks = LargeBlocks()
         self.begin_pass(0, 0)
@@ -174,22 +184,25 @@ class HeapGuard(MemoryGuard):
         as much of what was freed as the next block might exceed the plan by: between two looks no more than one is
         filled.
         """
-        over = threading.Event()
-        looking = threading.Thread(target=self._look_until, args=(over,), name="gigagrad-memory", daemon=True)
+        bell = _thread.allocate_lock()
+        bell.acquire()
         try:
-            if self._in_heap:
-                looking.start()
+            self._watched = self._in_heap
+            if self._watched:
+                _beside(partial(self._look_until, bell))
             with self.computing_tiles():
                 yield
         finally:
-            over.set()
-            if looking.is_alive():
-                looking.join()
+            with self._looking:
+                self._watched = False
+            bell.release()
 
-    def _look_until(self, over: threading.Event) -> None:
+    def _look_until(self, bell: _thread.LockType) -> None:
         pause = self._LOOK_SECONDS
-        while not over.wait(pause):
-            pause = self._LOOK_SECONDS if self._hold_within(self._roof_bytes) else self._LONGER_LOOK_SECONDS
+        while not bell.acquire(timeout=pause):
+            with self._looking:
+                within = not self._watched or self._hold_within(self._roof_bytes)
+            pause = self._LOOK_SECONDS if within else self._LONGER_LOOK_SECONDS
 
     def close(self, *, keeps: bool = False) -> None:
         """End the run: where it `keeps` what it freed, as much stays as leaves the same room beside it; else no more
@@ -206,8 +219,11 @@ class HeapGuard(MemoryGuard):
         """Return what may be held until the next run, freed blocks included: of the budget, or of what is free without
         one, at least as much is left for others.
         """
-        free = self._device.free_bytes() if self._budget_bytes is None else None
-        room = self._budget_bytes if free is None else self._device.held_bytes() + free
+        room = self._budget_bytes
+        if room is None:
+            held = self._device.held_bytes()
+            free = self._device.free_bytes(2 * self._roof_bytes - held)
+            room = None if free is None else held + free
         if room is None or room >= 2 * self._roof_bytes or (used := self._device.used_bytes()) is None:
             return self._roof_bytes
         return min(self._roof_bytes, used + max(0, room - used) // 2)
@@ -289,3 +305,27 @@ class HeapGuard(MemoryGuard):
         """Let large blocks of tiles come from the heap, which holds on to what is freed, or from the system."""
         self._in_heap = in_heap
         self._blocks.choose(in_heap=in_heap and self._at_work and self._large, holding=in_heap)
+
+
+_idle: deque[SimpleQueue[Callable[[], None]]] = deque()
+"""What threads that look at memory wait for, of those without work: to start one takes longer than a look."""
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_idle.clear)  # the threads are its parent's
+
+
+def _beside(look: Callable[[], None]) -> None:
+    """Call it in another thread."""
+    try:
+        looks = _idle.pop()
+    except IndexError:
+        looks = SimpleQueue()
+        threading.Thread(target=_look_again_and_again, args=(looks,), name="gigagrad-memory", daemon=True).start()
+    looks.put(look)
+
+
+def _look_again_and_again(looks: SimpleQueue[Callable[[], None]]) -> None:
+    while True:
+        look = looks.get()
+        look()
+        del look  # it holds the guard of a run that may be over
+        _idle.append(looks)

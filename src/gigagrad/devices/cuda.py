@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, ClassVar
@@ -63,7 +64,7 @@ class Cuda(Device):
     def peak_bytes(self) -> int:
         return self._current("reserved_bytes", "peak")
 
-    def free_bytes(self) -> int | None:
+    def free_bytes(self, enough: int = sys.maxsize) -> int | None:
         free, _ = torch.cuda.mem_get_info(self.torch_device)
         return int((free + sum(one.held_bytes for one in self._recorded())) * FREE_SHARE)
 

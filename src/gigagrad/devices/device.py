@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
@@ -126,8 +127,10 @@ class Device(ABC):
         """Return the bytes held less those freed, None if unknown; what is held where that is at most `enough`."""
         return None
 
-    def free_bytes(self) -> int | None:
-        """Return how many bytes it may give beside what is held, None where that is not known."""
+    def free_bytes(self, enough: int = sys.maxsize) -> int | None:
+        """Return how many bytes it may give beside what is held, or at least `enough` of them; None where that is not
+        known.
+        """
         return None
 
     def step_bytes(self) -> int:

@@ -206,8 +206,7 @@ def _heap() -> tuple[int, int] | None:
 def resident_bytes() -> int:
     """Return the resident memory of this process now. Asked several hundred times in a step, so of an open file."""
     try:
-        statm = _statm()
-        return int(os.pread(statm, 256, 0).split()[1]) * mmap.PAGESIZE
+        return int(os.pread(_own("statm"), 256, 0).split()[1]) * mmap.PAGESIZE
     except (OSError, AttributeError):  # the system has no such file, or no such call
         import psutil
 
@@ -215,12 +214,23 @@ def resident_bytes() -> int:
 
 
 @cache
-def _statm() -> int:
-    return os.open("/proc/self/statm", os.O_RDONLY)
+def _own(name: str) -> int:
+    """Open what Linux tells of this process, once."""
+    return os.open(f"/proc/self/{name}", os.O_RDONLY)
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_statm.cache_clear)  # what it inherits tells of its parent
+    os.register_at_fork(after_in_child=_own.cache_clear)  # what it inherits tells of its parent
+
+
+def unused_bytes() -> int:
+    """Return the bytes of the machine's memory that hold nothing, not even a file's: no more than is free. A hundredth
+    of the time that it takes to count what may be taken from files. 0 where the system does not tell.
+    """
+    try:
+        return os.sysconf("SC_AVPHYS_PAGES") * mmap.PAGESIZE
+    except (AttributeError, ValueError, OSError):
+        return 0
 
 
 def peak_resident_bytes() -> int:
@@ -229,9 +239,9 @@ def peak_resident_bytes() -> int:
     On Linux from `VmHWM`: `getrusage` would count the parent's memory too, in which a new process begins its life.
     """
     try:
-        with open("/proc/self/status") as status:
-            return next(int(line.split()[1]) * 1024 for line in status if line.startswith("VmHWM:"))
-    except (OSError, StopIteration):
+        told = os.pread(_own("status"), 8192, 0)
+        return int(told[told.index(b"VmHWM:") + 6 :].split(maxsplit=1)[0]) * 1024
+    except (OSError, AttributeError, ValueError):
         pass
     try:
         import resource

@@ -141,7 +141,8 @@ class WholeRun:
             result = self._composite.plainly(images, targets[0] if len(targets) == 1 else targets or None)
         if self._backward:
             self._differentiate(result, inputs)
-        self.outputs = tree_map_only(torch.Tensor, torch.Tensor.detach, result)
+        alone = isinstance(result, torch.Tensor)
+        self.outputs = result.detach() if alone else tree_map_only(torch.Tensor, torch.Tensor.detach, result)
 
     @contextmanager
     def _drawn(self) -> Iterator[None]:
@@ -163,7 +164,7 @@ class WholeRun:
         learned = {
             id(tensor): tensor
             for name, tensor in known.items()
-            if name in named or (isinstance(tensor, nn.Parameter) and tensor.requires_grad)
+            if name in named or (tensor.requires_grad and isinstance(tensor, nn.Parameter))
         }
         pairs: list[tuple[torch.Tensor, torch.Tensor | None]] = [(each, each) for each in learned.values()]
         pairs += [(value, self._sources[name].given) for name, value in inputs.items() if value.requires_grad]
@@ -186,7 +187,7 @@ class WholeRun:
         labels get theirs later.
         """
         self._filled += [leaf for leaf, _ in pairs]
-        torch.autograd.backward(loss, inputs=self._filled)
+        torch.autograd.backward(loss)
         for leaf, given in pairs:
             if given is not None and leaf is not given and leaf.grad is not None:
                 self.gradients.append((given, leaf.grad.reshape(given.shape)))
