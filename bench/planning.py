@@ -1,13 +1,14 @@
 """Planning for sizes no machine at hand could run: how long a plan, its check and its trade-off curve take.
 
-    python bench/planning.py [--cases NAME ...] [--no-curve]
+    python bench/planning.py [--cases NAME ...] [--no-curve] [--dozen]
 
 Seconds are the processor's, so that other programs matter little; those of planning are apart from those of capture.
 What an engine considers is considered: the whole image at once, and fields of few pixels that may be whole.
 Cases with a budget have no curve; of one that is refused there is the smallest budget that would do.
 
-Every case in a process of its own, with the model's parameters on PyTorch's meta device: nothing of the network or of
-the image has any storage, and nothing runs. Prints one JSON line last.
+Every case in a process of its own, with the model's parameters on PyTorch's meta device (but for `--dozen`, the networks
+of `bench/zoo.py --quick`): nothing of the network or of the image has any storage, and nothing runs. Prints one JSON
+line last.
 """
 
 from __future__ import annotations
@@ -85,34 +86,41 @@ CASES = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
+    parser.add_argument("--dozen", action="store_true", help="the zoo's dozen networks instead, several sizes of each")
     parser.add_argument("--no-curve", action="store_true", help="leave out the trade-off curve")
-    parser.add_argument("--one", choices=CASES, help=argparse.SUPPRESS)
+    parser.add_argument("--one", help=argparse.SUPPRESS)
     args = parser.parse_args()
+    cases = dozen() if args.dozen else {name: CASES[name] for name in args.cases}
     if args.one:
-        case = CASES[args.one]
+        case = cases[args.one]
         print(json.dumps(measured(case, curve=case.budget_bytes is None and not args.no_curve)))
         return
     results = {}
-    for name in args.cases:
-        command = [sys.executable, __file__, "--one", name, *(["--no-curve"] if args.no_curve else [])]
+    for name in cases:
+        command = [sys.executable, __file__, *sys.argv[1:], "--one", name]
         done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
         results[name] = json.loads(done.stdout.splitlines()[-1])
         print(f"{name}: {json.dumps(results[name])}", flush=True)
-    print(json.dumps({"cases": results, "faults": sum(result["faults"] for result in results.values())}))
+    print(
+        json.dumps(
+            {
+                "cases": results,
+                "faults": sum(result["faults"] for result in results.values()),
+                "longest": max(result["seconds"]["plan"] for result in results.values()),
+            }
+        )
+    )
 
 
 def measured(case: Case, *, curve: bool) -> dict[str, Any]:
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
     import torch
 
-    import gigagrad.models.torchvision_operators  # noqa: F401
     from gigagrad.devices import Machine
     from gigagrad.devices.heap import peak_resident_bytes
     from gigagrad.errors import BudgetError
     from gigagrad.execution.seeds import drawing
     from gigagrad.graphs import InputSpec, capture
-    from gigagrad.losses import named_loss
-    from gigagrad.models import resolve
     from gigagrad.plans import Amount, Costs, Problem, check, estimate, make_plan, trade_off
     from gigagrad.stores import DiskTier, MemoryTier
 
@@ -125,15 +133,11 @@ def measured(case: Case, *, curve: bool) -> dict[str, Any]:
         finally:
             seconds[name] = round(time.process_time() - start, 3)
 
-    with torch.device("meta"):
-        module = resolve(case.model).train(case.training)
+    module, loss, dense, dtype = zoo_step(case) if "/" in case.model else named_step(case)
     parameters = sum(parameter.numel() for parameter in module.parameters())
-    image = InputSpec((1, 3, *case.size), torch.uint8, field=True)
-    if case.model.startswith("timm:"):
-        loss, target = named_loss("ce").function, InputSpec((1,), torch.int64, field=False)
-    else:
-        loss, target = named_loss("bce").function, InputSpec((1, 1, *case.size), torch.uint8, field=True)
-    graph = timed("capture", lambda: capture(module, loss, image, target))
+    image = InputSpec((1, 3, *case.size), dtype, field=True)
+    mask, label = InputSpec((1, 1, *case.size), torch.uint8, field=True), InputSpec((1,), torch.int64, field=False)
+    graph = timed("capture", lambda: capture(module, loss, image, mask if dense else label))
     machine = Machine.detect(torch.get_num_threads())
     costs = Costs(graph, machine)
     process = 512 * 2**20
@@ -178,6 +182,48 @@ def measured(case: Case, *, curve: bool) -> dict[str, Any]:
         "points": [(point.predicted_peak_bytes, round(point.seconds, 1), point.kept) for point in points],
         "peak_rss_bytes": peak_resident_bytes(),
     }
+
+
+Step = tuple[Any, Any, bool, Any]
+"""A network, its loss, whether the target is a mask, and the dtype of images."""
+
+
+def named_step(case: Case) -> Step:
+    import torch
+
+    import gigagrad.models.torchvision_operators  # noqa: F401
+    from gigagrad.losses import named_loss
+    from gigagrad.models import resolve
+
+    with torch.device("meta"):
+        module = resolve(case.model).train(case.training)
+    dense = not case.model.startswith("timm:")
+    return module, named_loss("bce" if dense else "ce").function, dense, torch.uint8
+
+
+def zoo_step(case: Case) -> Step:
+    """Build one of the zoo's dozen; norms that would see one value a channel at a small size are in evaluation mode."""
+    import torch
+
+    from bench.zoo_models import subjects
+    from bench.zoo_step import build, loss, settle
+
+    subject = next(each for each in subjects(case.model.partition("/")[0]) if each.name == case.model)
+    return build(subject, torch.float32, settle(subject)["frozen"]), loss, subject.dense, torch.float32
+
+
+def dozen() -> dict[str, Case]:
+    """Return cases of each of the zoo's dozen networks: of three sizes, or the only one, in three budgets."""
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+    from bench.zoo_models import QUICK
+
+    found = {}
+    for model in QUICK:
+        for size in ((224, 224),) if "_224" in model else ((1024, 1024), (4096, 4096), (16_000, 64_000)):
+            for gib, room in ((1, 0), (4, 0), (8, 73)):
+                case = Case(model=model, size=size, budget_bytes=gib * GIB, room_bytes=room * GIB)
+                found[f"{model}, {size[0]} x {size[1]} px, {gib} GiB{' and scratch' if room else ''}"] = case
+    return found
 
 
 if __name__ == "__main__":
