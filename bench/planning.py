@@ -6,7 +6,7 @@ Seconds are the processor's, so that other programs matter little; those of plan
 What an engine considers is considered: the whole image at once, and fields of few pixels that may be whole.
 Cases with a budget have no curve; of one that is refused there is the smallest budget that would do.
 
-Every case in a process of its own, with the model's parameters on PyTorch's meta device (but for `--dozen`, the networks
+Every case in a process of its own, with parameters on PyTorch's meta device (but for `--dozen`, the networks
 of `bench/zoo.py --quick`): nothing of the network or of the image has any storage, and nothing runs. Prints one JSON
 line last.
 """
