@@ -24,7 +24,7 @@ from gigagrad.masks.classes import mask_classes
 from gigagrad.prediction.classes import Channels
 from gigagrad.prediction.outlines import draw_overlay, layers
 from gigagrad.prediction.outputs import OUTPUTS, Predicted, Streaming
-from gigagrad.prediction.polygons import trace
+from gigagrad.prediction.polygons import measured, trace
 from tests.images.scanned import write_scn
 
 TABLE = ClassTable.parse(("Tumour", "Stroma"))
@@ -40,7 +40,7 @@ def predicted():
     slide = open_image(np.zeros((3, 90, 120), np.uint8), mpp=0.5)
     mask = open_image(ids)
     classes = mask_classes(2, ["Tumour", 'Stroma "\u00b5"'])
-    made = Predicted(slide, mask, trace(mask, classes), classes, None)
+    made = Predicted(slide, mask, measured(trace(mask, classes), mask, classes), classes, None)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Predicted, "scale", (3, 2))
         yield made
@@ -123,7 +123,7 @@ def test_regions_are_counted_as_who_reads_them_counts(tmp_path):
     ids[40:70, 50:100] = 1
     with open_image(scan) as slide:
         mask, classes = open_image(ids), mask_classes(1, ["Tumour"])
-        predicted = Predicted(slide, mask, trace(mask, classes), classes, None)
+        predicted = Predicted(slide, mask, measured(trace(mask, classes), mask, classes), classes, None)
         (region,) = json.loads(written("geojson", predicted, tmp_path).read_text())["features"]
         assert shapely.geometry.shape(region["geometry"]).bounds == (20, 20, 70, 50)
         with written("instances", predicted, tmp_path).open(newline="", encoding="utf-8") as file:

@@ -23,7 +23,7 @@ from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -47,15 +47,27 @@ _BLOCK_PX = 2048
 """Side of the blocks in which a mask is read, in its own pixels: a few MB each, and a few file tiles of 512."""
 
 
+class Pixels(NamedTuple):
+    """The pixels of a mask that are of a region's class, inside of its outline: how many, and the mean of their middles
+    in pixels of the mask.
+    """
+
+    count: int
+    x: float
+    y: float
+
+
 @dataclass(frozen=True, slots=True)
 class Region:
     """A connected region of one class. `polygon` is valid, in pixels of the mask, or of level 0 where it is `placed`.
 
-    `probability` is the mean of its class over it, None where nobody has measured it (`with_probabilities`).
+    It encloses small holes, which are not of the class. `pixels` are those that are, and `probability` the mean of the
+    class over them; None where nobody has measured them (`measured`).
     """
 
     kind: MaskClass
     polygon: Polygon
+    pixels: Pixels | None = None
     probability: float | None = None
     id: str = ""
     """A UUID that follows from names alone, where it is placed."""
@@ -275,23 +287,25 @@ CREATE TABLE annotations (
 );
 """
 _MEANS_BLOCK_PX: Final = 1024
-"""Side of the blocks in which probabilities are read: some 20 bytes a pixel are held of one."""
+"""Side of the blocks in which masks and probabilities are read: some 50 bytes a pixel are held of one."""
 _FULL: Final = 255
 """The byte of a probability of 1 (`outputs._probabilities`)."""
 
 
 def write_instances(path: Path, traced: Traced, name: str, scale: tuple[float, float], mpp: float | None) -> None:
-    """Write one line for each region, in the order of the GeoJSON (see `polygons.write_geojson`). Raises `WriteError`.
+    """Write one line for each region that was `measured`, in the order of the GeoJSON (see `polygons.write_geojson`).
+    Raises `WriteError`.
 
     `mpp` is of the mask, whose pixels are `scale` pixels of level 0 high and wide.
     """
-    um2_per_px = None if mpp is None else mpp**2 / (scale[0] * scale[1])
     rows = []
     for region in placed(traced, name, scale):
-        area, centre = region.polygon.area, region.polygon.centroid
+        assert region.pixels is not None
+        count, x, y = region.pixels
+        area = count * scale[0] * scale[1]
         bounds = [round(side, 2) for side in region.polygon.bounds]
-        um2 = "" if um2_per_px is None else round(area * um2_per_px, 3)
-        where = (round(centre.x, 2), round(centre.y, 2), *bounds)
+        um2 = "" if mpp is None else round(count * mpp**2, 3)
+        where = (round(x * scale[1], 2), round(y * scale[0], 2), *bounds)
         mean = "" if region.probability is None else round(region.probability, 4)
         rows.append((region.id, region.kind.name, region.kind.id, area, um2, *where, mean))
     write_csv(path, [COLUMNS, *rows])
@@ -321,25 +335,33 @@ def write_annotations(path: Path, traced: Traced, name: str, scale: tuple[float,
             file.write(store.serialize())
 
 
-def with_probabilities(traced: Traced, probabilities: Image, classes: Sequence[MaskClass]) -> Traced:
-    """Give the regions the mean `probability` of their class over the pixels whose centres they cover.
+def measured(traced: Traced, mask: Image, classes: Sequence[MaskClass], probabilities: Image | None = None) -> Traced:
+    """Give the regions traced from `mask` their `pixels`, and the mean `probability` of their class over these.
 
     `probabilities` `(C, H, W)` are bytes of the mask's size, a channel for each of `classes`. Raises `ImageError`.
     """
-    means: dict[int, float] = {}
+    regions = list(traced.regions)
     for channel, kind in enumerate(classes, 1):
-        own = [index for index, region in enumerate(traced.regions) if region.kind == kind]
-        found = _means([traced.regions[index] for index in own], probabilities.bands([channel]))
-        means |= zip(own, found, strict=True)
-    regions = (replace(region, probability=means.get(index)) for index, region in enumerate(traced.regions))
+        own = [index for index, region in enumerate(regions) if region.kind == kind]
+        plane, value = (mask, kind.id) if mask.channels == 1 else (mask.bands([kind.id]), 1)
+        chances = None if probabilities is None else probabilities.bands([channel])
+        sums = _sums([regions[index] for index in own], plane, value, chances)
+        for index, (count, x, y, known, chance) in zip(own, sums.tolist(), strict=True):
+            regions[index] = replace(
+                regions[index],
+                pixels=Pixels(int(count), x / count, y / count),
+                probability=chance / known / _FULL if known else None,
+            )
     return replace(traced, regions=tuple(regions))
 
 
-def _means(regions: Sequence[Region], plane: Image) -> list[float]:
-    """Average `plane` `(1, H, W)` over each of the regions, which are disjoint."""
+def _sums(regions: Sequence[Region], plane: Image, value: int, chances: Image | None) -> NDArray[np.float64]:
+    """Add up the pixels `value` of a mask in each of the regions, which are disjoint: how many there are, their x and
+    y, how many of them have a probability, and these.
+    """
     outlines = [_outline(region) for region in regions]
     x0, y0, x1, y1 = np.array([region.polygon.bounds for region in regions]).reshape(-1, 4).T
-    sums, pixels = np.zeros(len(regions) + 1), np.zeros(len(regions) + 1)
+    sums = np.zeros((5, len(regions) + 1))
     for box in tiles(plane.height, plane.width, _MEANS_BLOCK_PX, _MEANS_BLOCK_PX):
         near = np.flatnonzero((x1 > box.x0) & (x0 < box.x1) & (y1 > box.y0) & (y0 < box.y1))
         if not len(near):
@@ -347,13 +369,14 @@ def _means(regions: Sequence[Region], plane: Image) -> list[float]:
         canvas = np.zeros(box.shape, np.int32)
         for index in near:
             paint(canvas, box, *outlines[index], int(index) + 1)
-        if (missing := plane.missing(box)) is not None:
-            canvas[missing] = 0
-        values = np.asarray(plane.read(box))[0]
-        sums += np.bincount(canvas.ravel(), values.ravel(), len(sums))
-        pixels += np.bincount(canvas.ravel(), minlength=len(sums))
-    means: list[float] = (sums[1:] / pixels[1:] / _FULL).tolist()
-    return means
+        y, x = np.nonzero((canvas > 0) & (np.asarray(plane.read(box))[0] == value))
+        of = canvas[y, x]
+        sums[:3] += [np.bincount(of, each, sums.shape[1]) for each in (None, x + box.x0 + 0.5, y + box.y0 + 0.5)]
+        if chances is not None:
+            missing, read = chances.missing(box), np.asarray(chances.read(box))[0, y, x]
+            there = slice(None) if missing is None else ~missing[y, x]
+            sums[3:] += [np.bincount(of[there], each, sums.shape[1]) for each in (None, read[there])]
+    return sums[:, 1:].T
 
 
 def _outline(region: Region) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:

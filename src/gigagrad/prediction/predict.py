@@ -48,7 +48,7 @@ from gigagrad.prediction.attention import WithAttention, attends, write_attentio
 from gigagrad.prediction.classes import Channels, image_shape
 from gigagrad.prediction.exported import ExportedEngine
 from gigagrad.prediction.outputs import OUTPUTS, Predicted, Streaming, made_with, open_slide
-from gigagrad.prediction.polygons import trace, with_probabilities
+from gigagrad.prediction.polygons import measured, trace
 from gigagrad.prediction.scores import counts_of, score_masks
 from gigagrad.prediction.slide_scores import Reading, check_table, checked_output, output_of, score_tables
 from gigagrad.shares import Share
@@ -246,9 +246,11 @@ class Predictor:
             mask = opened.enter_context(open_image(self.out / result.files["mask"]))
             classes = [kind for kind in named if kind.id]
             traced = trace(mask, classes)
+            chances = None
             if "probabilities" in result.files:
                 chances = opened.enter_context(open_image(self.out / result.files["probabilities"]))
-                traced = with_probabilities(traced, chances, named)
+            if chances is not None or "instances" in missing:
+                traced = measured(traced, mask, named, chances)
             predicted = Predicted(slide, mask, traced, classes, truth, self.ids)
             for kind, path in paths.items():
                 if kind.write is not None:
