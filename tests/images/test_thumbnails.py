@@ -56,3 +56,9 @@ def test_other_dtypes_become_bytes(array: np.ndarray, expected: int) -> None:
 def test_a_size_below_one_is_refused() -> None:
     with pytest.raises(ImageError, match="at least 1 px"):
         thumbnail(open_image(np.zeros((4, 4))), 0)
+
+
+def test_each_stain_is_shown_in_its_own_range():
+    pixels = np.zeros((4, 64, 64), np.uint16)
+    pixels[0, :, :32], pixels[1, :, 32:], pixels[2] = 10000, 100, 7
+    assert thumbnail(open_image(pixels), 64)[0, [0, 63], :2].tolist() == [[255, 0], [0, 255]]

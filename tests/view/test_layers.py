@@ -64,6 +64,6 @@ def test_classes_that_nobody_named_are_found_in_the_pixels(ids):
 
 def test_a_slide_of_sixteen_bits_is_drawn_in_its_range():
     pixels = np.array([[[1000, 1500, 2000]]], np.uint16)
-    assert Shades(1000, 2000).of(pixels)[0].tolist() == [0, 128, 255]
-    assert Shades(0, 255).of(np.full((3, 2, 2), 7, np.uint8)).shape == (2, 2, 3)
+    assert Shades(((1000, 2000),)).of(pixels)[0].tolist() == [0, 128, 255]
+    assert Shades(((0, 255),)).of(np.full((3, 2, 2), 7, np.uint8)).shape == (2, 2, 3)
     assert jpeg(np.zeros((4, 5), np.uint8)).startswith(b"\xff\xd8")

@@ -387,6 +387,25 @@ class TestPage:
             assert white > colour(177, 200) > colour(190, 200), "the smaller the fainter"
             assert not page.problems
 
+    def test_stains_that_are_drawn_and_those_that_are_not_are_told(self, tmp_path):
+        names, pixels = ["DAPI", "CD3", "CD8", "AF"], np.arange(4 * 64 * 64, dtype=np.uint16).reshape(4, 64, 64)
+        for count in (4, 2, 1):
+            options = {"metadata": {"axes": "CYX", "Channel": {"Name": names[:count]}}, "tile": (64, 64)}
+            path = tmp_path / f"{count}.ome.tif"
+            tifffile.imwrite(path, pixels[:count], ome=True, photometric="minisblack", **options)
+        told = {
+            "1": [],
+            "2": ["Drawn: DAPI. Not drawn: CD3."],
+            "4": ["Drawn: DAPI in red, CD3 in green, CD8 in blue. Not drawn: AF."],
+        }
+        with serving([tmp_path], []) as address, Browser() as page:
+            for number, (name, lines) in enumerate(told.items()):
+                page.open(f"{address}#slide={number}")
+                page.wait(f"document.querySelector('#layers h1')?.textContent === '{name}'")
+                about = "[...document.querySelectorAll('#layers .about')].slice(1).map((each) => each.textContent)"
+                assert page.evaluate(about) == lines
+            assert not page.problems
+
     def test_the_pixels_of_a_coarse_layer_do_not_melt_into_each_other(self, tmp_path):
         slide, shares = tmp_path / "slide.tif", np.tile(np.array([255, 128], np.uint8), (20, 15))
         (tmp_path / "probabilities").mkdir()

@@ -104,6 +104,12 @@ def test_labels_of_one_name_are_called_by_their_folders(jpeg_slide, jpeg_label, 
         shutil.copy(jpeg_label, place)
     opened = Opened(dataclasses.replace(item, labels=tuple((place,) for place in places)))
     assert [name for name, _ in named(opened)] == ["Label small in masks", "Label small in second"]
+    outlines(places[1].with_suffix(".geojson"), Tumour=0)
+    beside = (places[1], places[1].with_suffix(".geojson"))
+    opened = Opened(dataclasses.replace(item, labels=tuple((place,) for place in beside)))
+    assert [name for name, _ in named(opened)] == ["Label small.tif", "Label small.geojson"]
+    opened = Opened(dataclasses.replace(item, labels=tuple((place,) for place in (places[0], *beside))))
+    assert len({name for name, _ in named(opened)}) == 3
 
 
 def outlines(path, **kinds):
@@ -526,6 +532,20 @@ def test_floats_are_drawn_between_those_that_are_numbers(tmp_path):
     pixels[0, 0], pixels[5, 5] = np.nan, np.inf
     tifffile.imwrite(tmp_path / "floats.tif", pixels, tile=(16, 16))
     opened = Opened(find([tmp_path / "floats.tif"]).items[0])
-    assert -1 <= opened.shades.low < opened.shades.high <= 1
+    ((low, high),) = opened.shades.ranges
+    assert -1 <= low < high <= 1
     assert opened.tile(0, 0, 0, 0) is not None
     opened.close()
+
+
+def test_each_stain_is_drawn_in_its_own_range_and_colours_in_one(tmp_path):
+    """Of a strong stain and a weak one, as fluorescence has them; QuPath and QGIS stretch each channel, too."""
+    pixels = np.zeros((4, 64, 64), np.uint16)
+    pixels[0, :, :32], pixels[1, :, 32:], pixels[2] = 10000, 100, 7
+    tifffile.imwrite(tmp_path / "stains.tif", pixels, photometric="minisblack", tile=(64, 64))
+    tifffile.imwrite(tmp_path / "colours.tif", pixels[:3].transpose(1, 2, 0), photometric="rgb", tile=(64, 64))
+    stains, colours = (Opened(find([tmp_path / f"{name}.tif"]).items[0]) for name in ("stains", "colours"))
+    assert [stains.shades.of(pixels)[0, x].tolist() for x in (0, 63)] == [[255, 0, 0], [0, 255, 0]]
+    assert [colours.shades.of(pixels[:3])[0, x].tolist() for x in (0, 63)] == [[255, 0, 0], [0, 3, 0]]
+    for opened in (stains, colours):
+        opened.close()

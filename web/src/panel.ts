@@ -58,6 +58,7 @@ export class Panel {
     panel.replaceChildren(
       make("h1", {}, info.name),
       make("p", { class: "about" }, about.join(" · "), ...scoreLines(info.scores)),
+      ...drawnChannels(info.channels).map((line) => make("p", { class: "about" }, line)),
       ...info.problems.map((problem) => make("p", { class: "problem", role: "alert" }, problem)),
       workPlace(),
       ...info.layers.map((layer, index) => this.layer(layer, index)),
@@ -308,4 +309,14 @@ function ofPlan(plan: Plan, index: number): string {
   }
   const bits = plan.exact === null ? " While the run is at this slide, the tiles of the segment that it computes are drawn." : plan.exact ? " Each pixel has the bits of the whole slide's prediction." : " They are of a plan that shows them at once; the whole slide's prediction may be rounded otherwise in its last digits.";
   return `${of}${sides(segment.tile)} px each; computed from ${sides(segment.crop)} px, the dashed box around the one under the pointer.${bits}`;
+}
+
+// Say of stains and bands which are drawn, and in which colour; nothing of what is in grey or in its own colours.
+function drawnChannels(names: string[]): string[] {
+  const colours = ["red", "green", "blue"];
+  if (names.length === 1 || names.join() === colours.join()) {
+    return [];
+  }
+  const [drawn, others] = names.length < 3 ? [names.slice(0, 1), names.slice(1)] : [names.slice(0, 3).map((name, at) => `${name} in ${colours[at]}`), names.slice(3)];
+  return [`Drawn: ${drawn.join(", ")}.${others.length ? ` Not drawn: ${others.join(", ")}.` : ""}`];
 }

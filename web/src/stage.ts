@@ -69,6 +69,7 @@ export class Stage {
       showNavigator: first,
       navigatorPosition: "TOP_RIGHT",
       navigatorSizeRatio: 0.16,
+      navigatorOpacity: 1, // or the slide shows through
       navigatorMaintainSizeRatio: false,
       keyboardNavEnabled: false,
       animationTime: 0.35,

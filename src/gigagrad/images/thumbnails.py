@@ -30,7 +30,8 @@ def thumbnail(image: Image, max_side: int) -> Array:
 
     Takes the smallest level that is still large enough (but none above the image's own), and reads it in blocks of
     about 1024 x 1024 px. Integers other than uint8 are scaled from their dtype's range, floats are taken to be 0 to 1;
-    where they vary within a quarter of that or beyond it, from their 2nd percentile to their 98th. No data is 0.
+    where they vary within a quarter of that or beyond it, from their 2nd percentile to their 98th: of colours all of
+    them, of stains and bands each by itself. No data is 0.
 
     Raises `ImageError` for a `max_side` below 1.
     """
@@ -74,7 +75,8 @@ def _averaged(image: Image, max_side: int) -> Array:
     if bytes_already:
         return small_HWC
     small_HWC = np.nan_to_num(small_HWC, copy=False)
-    low, high = range_shown(small_HWC, pixels.dtype)
+    apart = [small_HWC] if image.fill else np.moveaxis(small_HWC, 2, 0)
+    low, high = np.array([range_shown(values, pixels.dtype) for values in apart]).T
     return np.clip(np.rint((small_HWC - low) * (255 / (high - low))), 0, 255).astype(np.uint8)
 
 

@@ -142,16 +142,19 @@ def jpeg(pixels_HWC: Picture) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class Shades:
-    """Turns the samples of a slide into bytes to look at: between two values, the same for all of its channels."""
+    """Turns the samples of a slide into bytes to look at: between the two values of `ranges`, one pair for all of its
+    channels or one for each that is drawn.
+    """
 
-    low: float
-    high: float
+    ranges: tuple[tuple[float, float], ...]
 
     def of(self, pixels: Array) -> Picture:
         """Turn `(C, h, w)` into `(h, w, 3)`, or `(h, w)` of one or two channels."""
-        shown: Any = pixels[:3] if len(pixels) >= 3 else pixels[0]
-        if shown.dtype != np.uint8 or (self.low, self.high) != (0, 255):
-            inside = np.nan_to_num(np.clip(shown.astype(np.float32), self.low, self.high), nan=self.low)
-            shown = np.rint((inside - self.low) * (255 / (self.high - self.low))).astype(np.uint8)
-        picture: Picture = shown.transpose(1, 2, 0) if shown.ndim == 3 else shown
+        shown: Any = pixels[: 3 if len(pixels) >= 3 else 1]
+        if shown.dtype != np.uint8 or self.ranges != ((0, 255),):
+            low, high = np.array(self.ranges, np.float32).T[..., None, None]
+            inside = np.clip(shown.astype(np.float32), low, high)
+            inside = np.where(np.isnan(inside), low, inside)
+            shown = np.rint((inside - low) * (255 / (high - low))).astype(np.uint8)
+        picture: Picture = shown.transpose(1, 2, 0) if len(shown) > 1 else shown[0]
         return picture

@@ -131,11 +131,7 @@ class Opened:
         """Open masks or outlines, one or one of each label. Raises `GigagradError`."""
         several = len(paths) > 1
         table = item.table or next((each.table for each in item.predictions if each.table is not None), None)
-        names = [plain_name(each[0], item.name) for each in item.labels]
-        own = plain_name(paths[0], item.name)
-        name = "Label" if len(names) == 1 else f"Label {own}"
-        if names.count(own) > 1:
-            name += f" in {paths[0].parent.name}"
+        name = _label_name(paths[0], [each[0] for each in item.labels], item.name)
         if not several:
             return self._classes(name, paths[0], table, gaps=IGNORED if table is None else table.unlabelled)
         first, *others = [self._classes(name, path, None, one=True) for path in paths]
@@ -378,6 +374,17 @@ def plain_name(path: Path, slide: str) -> str:
     return path.stem.removeprefix(slide).strip("._- ") or path.stem
 
 
+def _label_name(path: Path, labels: Sequence[Path], slide: str) -> str:
+    """Name one of a slide's labels for a person: with its suffix, or its folder, where others are called the same."""
+    if len(labels) == 1:
+        return "Label"
+    own = plain_name(path, slide)
+    alike = [each for each in labels if each != path and plain_name(each, slide) == own]
+    name = path.name if any(each.parent == path.parent for each in alike) else own
+    elsewhere = any(each.parent != path.parent for each in alike)
+    return f"Label {name}" + (f" in {path.parent.name}" if elsewhere else "")
+
+
 def _differences(layers: Sequence[Layer]) -> Iterator[Layer]:
     """Yield what compares two predictions of several: where classes differ, and by how much probabilities do."""
     for one, other in combinations([layer for layer in layers if layer.of], 2):
@@ -422,15 +429,17 @@ def _described(layer: Layer) -> dict[str, Any]:
 
 
 def _shades(slide: Image) -> Shades:
-    """Return the range in which samples are drawn: all of a byte's, else where those of some boxes lie."""
+    """Return the ranges in which samples are drawn: all of a byte's, else where those of some boxes lie, one of all
+    colours and one of each stain or band."""
     assert isinstance(slide.dtype, np.dtype)
     if slide.dtype == np.uint8 and slide.channels >= 3:
-        return Shades(0, 255)
-    values = np.concatenate(samples(slide)[:3])
+        return Shades(((0, 255),))
+    drawn = samples(slide)[: 3 if slide.channels >= 3 else 1]
     if slide.dtype == np.uint8:  # in grey, or a mask of few values
-        largest = float(values.max(initial=1))
-        return Shades(0, 255 if largest >= _MOST_CLASSES else largest)
-    return Shades(*range_shown(values[np.isfinite(values)], slide.dtype))
+        largest = float(drawn[0].max(initial=1))
+        return Shades(((0, 255 if largest >= _MOST_CLASSES else largest),))
+    apart = [np.concatenate(drawn)] if slide.fill else drawn
+    return Shades(tuple(range_shown(values[np.isfinite(values)], slide.dtype) for values in apart))
 
 
 def _known(named: Any) -> tuple[MaskClass, ...]:
