@@ -298,3 +298,27 @@ def test_a_slide_or_a_patient_in_two_splits_is_refused(folder):
         read_cohort(write(folder, "slide,name,split", "a.tif,one,train", "a.tif,two,val"))
     with pytest.raises(ConfigError, match="lines 2 and 3: slides of p have the splits train and val"):
         read_cohort(write(folder, "slide,mask,patient_id,split", "a.tif,m.tif,p,train", "b.tif,m.tif,p,val"))
+
+
+def test_links_are_called_by_their_own_names(folder):
+    """In the stores of DVC and git-annex, files are called by digests."""
+    (folder / "store").mkdir()
+    for name, digest in {"a.tif": "3f2a", "m.tif": "77aa"}.items():
+        (folder / name).rename(folder / "store" / digest)
+        (folder / name).symlink_to(folder / "store" / digest)
+    (folder / "again.tif").symlink_to(folder / "a.tif")
+    cohort = read_cohort(write(folder, "slide,mask,split", "a,m.tif,train"))
+    (row,) = cohort.rows
+    assert (row.name, row.slide, row.mask) == ("a", folder / "a.tif", folder / "m.tif")
+    assert check_images(cohort, 0) == (Size((3, 20, 30), 1, gaps=False),)
+    with pytest.raises(ConfigError, match="the slide again.tif has the split val, and on line 2 it has train"):
+        read_cohort(write(folder, "slide,split", "a.tif,train", "again.tif,val"))
+
+
+def test_paths_that_windows_has_written_are_found(folder):
+    (folder / "slides").mkdir()
+    (folder / "a.tif").rename(folder / "slides" / "a.tif")
+    (row,) = read_cohort(write(folder, "slide,mask,split", r"slides\a.tif,.\m.tif,train")).rows
+    assert (row.slide, row.mask) == (folder / "slides" / "a.tif", folder / "m.tif")
+    with pytest.raises(ConfigError, match=r"line 2: .*none\.tif does not exist"):
+        read_cohort(write(folder, "slide,split", r"slides\none.tif,train"))

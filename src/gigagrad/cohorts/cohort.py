@@ -259,7 +259,7 @@ def _check_names(path: Path, rows: tuple[Row, ...]) -> None:
                 f"{path} {here}: the slide {row.slide.name} {what} {there}; "
                 "results are filed by name, so every slide needs its own"
             )
-        other = of_slides.setdefault(row.slide, row)
+        other = of_slides.setdefault(row.slide.resolve(), row)
         if other.split != row.split:
             raise ConfigError(
                 f"{path} line {row.line}: the slide {row.slide.name} has the split {row.split}, and on line "

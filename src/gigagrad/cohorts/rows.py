@@ -337,18 +337,25 @@ def _split(where: str, text: str) -> Split | None:
 
 
 def _existing(where: str, path: Path, text: str, suffixes: Sequence[str] = ()) -> Path:
-    """Find the file or folder of this name, or with one of `suffixes` behind it, with which it may lie in `slides/`."""
+    """Find the file or folder of this name, or with one of `suffixes` behind it, with which it may lie in `slides/`.
+
+    A path that Windows has written counts where there is no file of that name. A link leads to its file, but where that
+    has another name, as in the stores of DVC and git-annex, it is called by its own.
+    """
     folder = path.absolute().parent
+    texts = dict.fromkeys((text, text.replace("\\", "/")))
     try:
-        places = [(place / text).resolve() for place in (folder, *([folder / "slides"] if suffixes else []))]
+        places = [place / each for each in texts for place in (folder, *([folder / "slides"] if suffixes else []))]
         for place in places:
             for found in (place, *(place.with_name(place.name + suffix) for suffix in suffixes)):
                 if found.exists():
-                    return found
+                    target = found.resolve()
+                    return target if target.name == found.name else found.parent.resolve() / found.name
+        missing = places[0].resolve()
     except (OSError, ValueError, RuntimeError) as error:  # too long, a null character, links in a circle
         reason = error.strerror if isinstance(error, OSError) else error
         raise ConfigError(f"{where}: {text[:80]!r} is no path ({reason})") from error
-    raise ConfigError(f"{where}: {places[0]} does not exist; relative paths are taken from the cohort file's folder")
+    raise ConfigError(f"{where}: {missing} does not exist; relative paths are taken from the cohort file's folder")
 
 
 def survival_of(text: str) -> tuple[float, bool] | None:
