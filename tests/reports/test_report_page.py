@@ -122,6 +122,25 @@ def test_it_says_everything_and_takes_no_name_for_html(browser):
     assert "OpenSeadragon" in texts(browser, "#licences")[0]
 
 
+def test_the_loss_of_a_single_step_is_a_dot(tmp_path):
+    (tmp_path / "config.yaml").write_text("model: paper-unet\n")
+    lines = [
+        {"event": "metrics", "split": split, "epoch": 0, "step": 1, "values": {"loss": loss}}
+        for split, loss in (("train", 0.6), ("val", 0.7))
+    ]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    drawn = """(() => {
+      const canvas = document.querySelector('#report .uplot canvas'), { width, height } = canvas;
+      const pixels = canvas.getContext('2d').getImageData(0, 0, width, height).data;
+      return [[0, 114, 178], [213, 94, 0]].map((rgb) => pixels.some((_, at) => !(at % 4) && rgb.every((c, i) => pixels[at + i] === c)));
+    })()"""
+    with Browser(1280, 900) as page:
+        page.open(write_report(tmp_path, tmp_path / "report.html").as_uri())
+        page.wait("document.querySelector('#report .uplot canvas') !== null")
+        assert page.wait(f"{drawn}.every(Boolean)", 20)
+        assert not page.problems
+
+
 def test_everything_has_a_name_and_stands_in_the_page_s_width(browser):
     named = """[...document.querySelectorAll('#report :is(a, button, input, [role], section)')].filter((each) =>
       !each.getAttribute('aria-label') && !each.textContent.trim() && !each.labels?.length).length"""

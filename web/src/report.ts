@@ -67,7 +67,7 @@ function sections(report: Report, charts: Charts): HTMLElement[] {
     add("Predictions", `${about}Choose a picture to look at it closely.${rest}`, ...pictures(report.slides));
   }
   if (report.memory.measured.some((value) => value !== null)) {
-    const text = "Peak of the whole process in a step, beside what the plan predicted before anything ran. A process tells how high it has been: a step without a dot stayed below an earlier one.";
+    const text = "Peak of the whole process in a step, those of validation among them, beside what the plan predicted before anything ran. A process tells how high it has been: a step without a dot stayed below an earlier one.";
     add("Memory", text, memory(report, charts));
   }
   if (report.plan || report.plan_text) {
@@ -155,7 +155,7 @@ function loss(report: Report, charts: Charts): HTMLElement {
   const mean: Point[] = train.slice(window_ - 1).map(([step], at_) => [step, train.slice(at_, at_ + window_).reduce((sum, [, value]) => sum + value, 0) / window_]);
   const best = val.reduce<Point | undefined>((least, point) => (least && least[1] <= point[1] ? least : point), undefined);
   const [first, second] = [COLOURS[0]!, COLOURS[1]!];
-  const points = { show: false };
+  const points = { show: train.length === 1, fill: first }; // one has no line
   const lines: [Point[], uPlot.Series][] = [
     [train, { label: "train", stroke: window_ > 1 ? `${first}59` : first, width: 1.2, points }],
     ...(window_ > 1 ? [[mean, { label: `train, mean of ${window_}`, stroke: first, points }] as [Point[], uPlot.Series]] : []),
@@ -178,7 +178,7 @@ function memory(report: Report, charts: Charts): HTMLElement {
   ];
   const most = points(measured).reduce((least, [, value]) => Math.max(least, value), 0);
   const told = `Peak memory by step: ${Math.round(most / 2 ** 20)} MiB at most`;
-  return charts.figure("Peak memory by step", told, lines.filter(([each]) => each.length), { name: "bytes", x: "step", step: "step", from: 0 });
+  return charts.figure("Peak memory by step", told, lines.filter(([each]) => each.length), { name: "bytes", x: "step, of training or validation", step: "step", from: 0 });
 }
 
 // Charts follow the width of the page and its colours, and are drawn finely for paper.
