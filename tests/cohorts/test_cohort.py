@@ -311,7 +311,7 @@ def test_links_are_called_by_their_own_names(folder):
     (row,) = cohort.rows
     assert (row.name, row.slide, row.mask) == ("a", folder / "a.tif", folder / "m.tif")
     assert check_images(cohort, 0) == (Size((3, 20, 30), 1, gaps=False),)
-    with pytest.raises(ConfigError, match="the slide again.tif has the split val, and on line 2 it has train"):
+    with pytest.raises(ConfigError, match=r"the slide again\.tif has the split val, and on line 2 it has train"):
         read_cohort(write(folder, "slide,split", "a.tif,train", "again.tif,val"))
 
 

@@ -95,6 +95,20 @@ def test_missing_empty_and_colliding_sources(folder, tmp_path_factory):
         find_slides([folder, empty])
 
 
+def test_a_slide_that_is_named_twice_has_what_is_known_of_it_and_no_two_masks(folder):
+    table = folder / "cohort.tsv"
+    table.write_text("slide\tmask\na.tif\tm.tif\n")
+    for sources in ([folder / "a.tif", table], [table, folder / "a.tif"]):
+        (row,) = find_slides(sources)
+        assert row.mask == folder / "m.tif"
+    table.write_text("slide\tmask\na.tif\tm.tif\na.tif\tb.svs\n")
+    with pytest.raises(ConfigError, match=r"a is named twice, by lines 2 and 3, with the mask .*m\.tif and .*b\.svs"):
+        find_slides([table])
+    table.write_text("slide\tlabel\na.tif\t1\na.tif\t0\nb.svs\t0\nb.svs\t0\n")
+    with pytest.raises(ConfigError, match="by lines 2 and 3, with the label 1 and 0"):
+        find_slides([table])
+
+
 @pytest.mark.parametrize("name", ["a.ome.tif", "a.cog.tif", "a.tif", "a.ome.zarr"])
 def test_a_name_in_results_says_no_format(tmp_path, name):
     (tmp_path / name).touch()

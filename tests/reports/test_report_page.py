@@ -132,7 +132,8 @@ def test_the_loss_of_a_single_step_is_a_dot(tmp_path):
     drawn = """(() => {
       const canvas = document.querySelector('#report .uplot canvas'), { width, height } = canvas;
       const pixels = canvas.getContext('2d').getImageData(0, 0, width, height).data;
-      return [[0, 114, 178], [213, 94, 0]].map((rgb) => pixels.some((_, at) => !(at % 4) && rgb.every((c, i) => pixels[at + i] === c)));
+      const holds = (rgb) => pixels.some((_, at) => !(at % 4) && rgb.every((c, i) => pixels[at + i] === c));
+      return [[0, 114, 178], [213, 94, 0]].map(holds);
     })()"""
     with Browser(1280, 900) as page:
         page.open(write_report(tmp_path, tmp_path / "report.html").as_uri())

@@ -280,11 +280,11 @@ def evaluate(args: argparse.Namespace) -> None:
 
 def _split(args: argparse.Namespace) -> str | None:
     """Return the split of the rows that are scored, None for all; by default test slides, where there is any split."""
-    from gigagrad.cohorts import find_slides, folds_of, read_rows
+    from gigagrad.cohorts import find_slides, folds_of, is_table, read_rows
 
     if args.split is None:
         parted = any(row.split is not None for row in find_slides([args.slides]))
-        if not parted and args.slides.suffix.lower() == ".csv":
+        if not parted and is_table(args.slides):
             parted = bool(folds_of(args.slides, *read_rows(args.slides)))
         return "test" if parted else None
     return None if args.split == "all" else args.split

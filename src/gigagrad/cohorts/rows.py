@@ -144,6 +144,11 @@ class Row:
         return open_image((self.slide, *self.further_slides), level=level, mpp=mpp or self.mpp)
 
 
+def is_table(path: Path) -> bool:
+    """Return whether a file is a cohort file, and no slide, by its name."""
+    return path.suffix.lower() in (".csv", ".tsv")
+
+
 def slides_in(folder: Path) -> list[Path]:
     """List the slide files of a folder, in alphabetical order; hidden ones are left out, and masks of others."""
     masks = {path for paths in masks_beside(folder).values() for path in paths}

@@ -6,14 +6,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from gigagrad.cohorts.cohort import is_cohort_folder, rows_of_folder
 from gigagrad.cohorts.rows import (
     SLIDE_SUFFIXES,
     Row,
     folded,
+    is_table,
     read_rows,
     slides_in,
     split_files,
@@ -32,25 +34,43 @@ def find_slides(sources: Iterable[str | Path], split: str | None = None, fold: i
     """Find all slides of `sources` in order; folders alphabetically, cohort files row by row, those with this split; of
     a cohort with folds, the one that it has where `fold` is validated.
 
-    Slides of one file name in several folders are called by folder and file name. Raises `ConfigError` for a source
-    that does not exist or holds no slide, for unreadable rows (with their line), and for two slides whose outputs would
-    have the same name all the same.
+    Slides of one file name in several folders are called by folder and file name; of a slide that is named twice, what
+    is known of it counts. Raises `ConfigError` for a source that does not exist or holds no slide, for unreadable rows
+    (with their line), for two slides whose outputs would have the same name all the same, and for a slide of which two
+    things are said.
     """
     rows = with_own_names(row for source in sources for row in _of_source(Path(source), split, fold))
-    by_name: dict[str, Path] = {}
+    by_name: dict[str, Row] = {}
     for row in rows:
-        other = by_name.setdefault(row.name, row.slide)
-        if other != row.slide:
+        other = by_name.setdefault(row.name, row)
+        if other.slide.resolve() != row.slide.resolve():
             raise ConfigError(
-                f"{other} and {row.slide} would both be written as {row.name}; rename one or predict them apart"
+                f"{other.slide} and {row.slide} would both be written as {row.name}; rename one or predict them apart"
             )
-    return tuple({row.name: row for row in rows}.values())
+        by_name[row.name] = _one_of(other, row)
+    return tuple(by_name.values())
+
+
+def _one_of(one: Row, other: Row) -> Row:
+    """Return what two rows say of a slide. Raises `ConfigError` where they contradict each other."""
+    said: dict[str, Any] = {}
+    for name in ("mask", "further_masks", "further_slides", "label", "case", "mpp"):
+        first, second = getattr(one, name), getattr(other, name)
+        if first and second and first != second:
+            lines = f"lines {one.line} and {other.line}" if one.line and other.line else "two sources"
+            both = (", ".join(map(str, each)) if isinstance(each, tuple) else str(each) for each in (first, second))
+            raise ConfigError(
+                f"{one.name} is named twice, by {lines}, with the {name.replace('_', ' ')} {' and '.join(both)}; a slide "
+                "has one, so leave one of them out"
+            )
+        said[name] = first or second
+    return replace(other, **said)
 
 
 def _of_source(source: Path, split: str | None, fold: int | None) -> Iterator[Row]:
     if not source.exists():
         raise ConfigError(f"there is no {source}; name slide files, a folder of slides or a CSV file")
-    if source.suffix.lower() == ".csv" or (source.is_dir() and is_cohort_folder(source)):
+    if is_table(source) or (source.is_dir() and is_cohort_folder(source)):
         columns, every = ((), rows_of_folder(source)[0]) if source.is_dir() else read_rows(source)
         every = every if fold is None else folded(every, fold)
         if split is not None and not source.is_dir() and (files := split_files(source, columns)):

@@ -25,7 +25,7 @@ from torch import nn
 from torch.export import Dim, ExportedProgram
 
 from gigagrad.boxes import Span, spread, tiles
-from gigagrad.cohorts import Row, find_slides, read_rows
+from gigagrad.cohorts import Row, find_slides, is_table, read_rows
 from gigagrad.cohorts.rows import split_files
 from gigagrad.config.predict import PredictConfig
 from gigagrad.errors import ConfigError, GigagradError, ModelError, WriteError, extra
@@ -283,7 +283,7 @@ def _check(network: ExportedNetwork, model: nn.Module, beyond: int) -> None:
 
 def _training_slides(cohort: Path, fold: int | None) -> tuple[Row, ...]:
     """Return training slides, spread over the cohort. Raises `ConfigError`."""
-    is_listed = cohort.suffix.lower() == ".csv" and cohort.is_file() and split_files(cohort, read_rows(cohort)[0])
+    is_listed = is_table(cohort) and cohort.is_file() and split_files(cohort, read_rows(cohort)[0])
     found = find_slides([cohort], "train" if is_listed else None, fold)
     # Of folds without one to validate nobody knows which slides the network has seen.
     rows = tuple(row for row in found if row.split == "train" or (row.split is None and row.fold is None))

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from gigagrad.at_work import WorkFile
-from gigagrad.cohorts import Row, find_slides
+from gigagrad.cohorts import Row, find_slides, is_table
 from gigagrad.cohorts.patches import Bags, joined
 from gigagrad.cohorts.records import FILE_NAME, MadeWith, SlideResult, file_names, read_records, summary, write_record
 from gigagrad.cohorts.slides import rows_of, run_job
@@ -446,7 +446,7 @@ def _each(slides: Sequence[Row], predictor: Predictor, executor: Executor | None
         return
     # Of the sources a task needs those that its tables must not replace, not the paths of ten thousand slides.
     config = predictor.config
-    sources = tuple(source for source in config.slides if Path(source).suffix == ".csv") or config.slides[:1]
+    sources = tuple(source for source in config.slides if is_table(Path(source))) or config.slides[:1]
     config = dataclasses.replace(config, slides=sources)
     futures = [executor.submit(_predict_there, config, predictor.made_with, entry) for entry in slides]
     yield from (future.result() for future in futures)

@@ -17,7 +17,7 @@ from typing import Final
 from gigagrad.cohorts import Row, find_slides
 from gigagrad.cohorts.cohort import is_cohort_folder
 from gigagrad.cohorts.records import FILE_NAME, FOLDER, SlideResult, read_records
-from gigagrad.cohorts.rows import masks_beside, slides_in, told_apart
+from gigagrad.cohorts.rows import is_table, masks_beside, slides_in, told_apart
 from gigagrad.config import read_yaml
 from gigagrad.errors import ConfigError, GigagradError
 from gigagrad.files import digest_of
@@ -227,7 +227,7 @@ def _below(source: Path) -> tuple[list[Path], list[str]]:
             if not _inside(source, path):
                 passed += [f"{path.relative_to(source)} (a link to elsewhere)"] if path.is_dir() else []
             elif not path.is_dir():
-                found += [path] if path.suffix.lower() == ".csv" else []
+                found += [path] if is_table(path) else []
             elif any(is_one(path) for is_one in (*sources, _has_slides, _is_mask_folder)):
                 found.append(path)
             elif not path.is_symlink() and path.suffix.lower() != ".zarr":
