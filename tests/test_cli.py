@@ -324,6 +324,14 @@ def test_plan_for_a_bag_of_patches(loss, capsys):
     assert "3,000 patches of 64 x 64 px" in told
 
 
+@pytest.mark.parametrize(("classes", "loss"), [(3, "ce"), (1, "bce")])
+def test_plan_for_a_model_that_answers_once_a_slide(classes, loss, capsys):
+    pytest.importorskip("timm")
+    model = f"timm:resnet10t?num_classes={classes}"
+    assert main(["plan", "--model", model, "--size", "64x96", "--loss", loss, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["image_shape"][-2:] == [64, 96]
+
+
 def test_plan_as_json_and_for_prediction(capsys):
     assert main(["plan", "--model", "paper-unet", "--size", "320x480", "--predict", "--json"]) == 0
     made = json.loads(capsys.readouterr().out)

@@ -59,7 +59,7 @@ def plan(args: argparse.Namespace) -> None:
     from gigagrad.reports.plan_study import make_study, plan_page, scale_rows, scale_tables
     from gigagrad.scaling import Scaling
     from gigagrad.stores import PlannedDiskTier
-    from gigagrad.training.targets import output_channels
+    from gigagrad.training.targets import planned_target
     from gigagrad.units import parse_bytes
 
     if args.machines is not None or args.cohort is not None:
@@ -85,12 +85,9 @@ def plan(args: argparse.Namespace) -> None:
         device=device,
     )
     # One pixel, seen everywhere: a plan asks for the shape and the dtype of images, not for their memory.
-    shape, bag = (args.channels, *args.size), () if args.patches is None else (args.patches,)
-    slide = np.broadcast_to(np.uint8(255), (*bag, *shape))
-    labels = output_channels(model, shape) if loss is not None and loss.binary else 1
-    label = np.zeros((1, labels), np.float32) if loss is not None and loss.binary else np.zeros(1, np.int64)
-    dense = np.broadcast_to(np.uint8(0), (labels, *args.size))
-    target = None if loss is None else label if bag else dense
+    bag = () if args.patches is None else (args.patches,)
+    slide = np.broadcast_to(np.uint8(255), (*bag, args.channels, *args.size))
+    target = None if loss is None else planned_target(model, loss, slide.shape)
     rates = "" if args.rates is None else f"by the rates in {args.rates.name}"
     if args.rates is not None and isinstance(machine, Gpu):
         rates += f", measured on {machine.card}"

@@ -60,8 +60,8 @@ def _one_of(one: Row, other: Row) -> Row:
             lines = f"lines {one.line} and {other.line}" if one.line and other.line else "two sources"
             both = (", ".join(map(str, each)) if isinstance(each, tuple) else str(each) for each in (first, second))
             raise ConfigError(
-                f"{one.name} is named twice, by {lines}, with the {name.replace('_', ' ')} {' and '.join(both)}; a slide "
-                "has one, so leave one of them out"
+                f"{one.name} is named twice, by {lines}, with the {name.replace('_', ' ')} {' and '.join(both)}; a "
+                "slide has one, so leave one of them out"
             )
         said[name] = first or second
     return replace(other, **said)

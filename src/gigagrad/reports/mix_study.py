@@ -9,8 +9,6 @@ from math import inf, isfinite, prod
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from gigagrad.config.machines import MachineKind, planned_for
 from gigagrad.devices import Machine
 from gigagrad.errors import BudgetError, ConfigError, extra
@@ -21,7 +19,7 @@ from gigagrad.losses import named_loss
 from gigagrad.mix import Mix, buckets, cheapest_mix, least_deadline
 from gigagrad.models import resolve
 from gigagrad.plans.description import GOOD, OWN, Table
-from gigagrad.training.targets import output_channels
+from gigagrad.training.targets import planned_target
 from gigagrad.units import format_seconds
 
 
@@ -115,8 +113,7 @@ def plan_cohort(
     def predict(kind: MachineKind, path: Path) -> float:
         engine, machine = engine_on(kind)
         with open_image(path) as slide:
-            labels = output_channels(network, slide.shape) if named is not None and named.binary else 1
-            target = None if named is None else np.broadcast_to(np.uint8(0), (labels, *slide.shape[-2:]))
+            target = None if named is None else planned_target(network, named, slide.shape)
             return float(engine.plan(slide, target, machine=machine).predicted_seconds)
 
     step = "prediction" if loss is None else "training step"

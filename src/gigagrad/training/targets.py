@@ -146,6 +146,24 @@ def output_channels(model: nn.Module, shape: tuple[int, ...]) -> int:
 
     Raises `CaptureError` for a model that does not take such an image, `ModelError` for one that answers of each patch.
     """
+    return _output_shape(model, shape)[1]
+
+
+def planned_target(model: nn.Module, loss: Loss, shape: tuple[int, ...]) -> NDArray[Any]:
+    """Make a target of zeros to plan a step with: a mask of the image `(C, H, W)`, of one value seen everywhere, or a
+    label where the model gives one answer, as of a bag `(N, C, h, w)`. Raises as `output_channels`.
+    """
+    found = _output_shape(model, shape)
+    labels = found[1] if loss.binary else 1
+    if len(found) > 2:
+        return np.broadcast_to(np.uint8(0), (labels, *shape[-2:]))
+    if loss.survival:
+        return np.zeros((1, 2), np.float32)
+    return np.zeros(1, np.int64) if loss.class_ids else np.zeros((1, labels), np.float32)
+
+
+def _output_shape(model: nn.Module, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the shape of the model's output. Raises as `output_channels`."""
     batch = shape if len(shape) == 4 else (1, *shape)
     try:
         with torch.no_grad():
@@ -156,7 +174,7 @@ def output_channels(model: nn.Module, shape: tuple[int, ...]) -> int:
         found = graph[graph.output].shape
     if len(shape) == 4 and (len(found) != 2 or found[0] != 1):
         raise ModelError(f"the model's output is {found} for {shape[0]} patches, {ONE_ANSWER}")
-    return found[1]
+    return found
 
 
 BALANCED = "balanced"
