@@ -315,6 +315,14 @@ def test_links_are_called_by_their_own_names(folder):
         read_cohort(write(folder, "slide,split", "a.tif,train", "again.tif,val"))
 
 
+def test_what_is_no_cohort_file_is_told_what_one_is(folder):
+    (folder / "slides").mkdir()
+    for source, problem in {"a.tif": "it is not UTF-8 text", "slides": "it is a folder without masks"}.items():
+        (folder / "a.tif").write_bytes(b"II*\0\xff")
+        with pytest.raises(ConfigError, match=f"{problem}; a cohort file begins with a line like: slide,mask,split"):
+            read_cohort(folder / source)
+
+
 def test_paths_that_windows_has_written_are_found(folder):
     (folder / "slides").mkdir()
     (folder / "a.tif").rename(folder / "slides" / "a.tif")

@@ -109,6 +109,15 @@ def test_a_slide_that_is_named_twice_has_what_is_known_of_it_and_no_two_masks(fo
         find_slides([table])
 
 
+def test_a_split_of_slides_that_have_none_is_refused(folder):
+    for source in (folder, folder / "a.tif"):
+        with pytest.raises(ConfigError, match="has no splits; leave out --split, or name the cohort file"):
+            find_slides([source], split="test")
+    table = folder / "cohort.csv"
+    table.write_text("slide,split\nb.svs,test\n")
+    assert [row.name for row in find_slides([table, folder / "a.tif"], split="test")] == ["b", "a"]
+
+
 @pytest.mark.parametrize("name", ["a.ome.tif", "a.cog.tif", "a.tif", "a.ome.zarr"])
 def test_a_name_in_results_says_no_format(tmp_path, name):
     (tmp_path / name).touch()

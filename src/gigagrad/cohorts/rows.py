@@ -84,6 +84,7 @@ _SPLIT_FILE = re.compile(r"splits_(\d{1,4})\.csv")
 _NUMBERED = re.compile(r"(slide|mask)[ _-]?(\d+)")
 _MISSING: Final = ("NA", "N/A", "n/a", "NaN", "nan", "<NA>", "NULL", "null", "#N/A")
 """Texts that R, pandas, databases and spreadsheets write where there is no value."""
+_EXPECTED: Final = "a cohort file begins with a line like: slide,mask,split"
 _MISSPELT = 0.8
 """From this ratio on, a further column's name is taken for a misspelt one of ours."""
 
@@ -184,7 +185,9 @@ def read_rows(path: Path) -> tuple[tuple[str, ...], tuple[Row, ...]]:
     try:
         text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        reason = error.strerror if isinstance(error, OSError) else f"it is not UTF-8 text; {_EXPECTED}"
+        if path.is_dir():
+            reason = f"it is a folder without masks; {_EXPECTED}, and a folder has images/ and masks/"
         raise ConfigError(f"cannot read the cohort file {path}: {reason}") from error
     lines = text.splitlines()
     header = next(filter(None, lines), "")
@@ -287,8 +290,7 @@ def _columns(path: Path, names: Sequence[str]) -> tuple[str, ...]:
         raise ConfigError(f"{path} line 1: of several masks each is of a label; call the column 'mask' mask:NAME, too")
     if not columns_of("slide", columns):
         raise ConfigError(
-            f"{path} line 1: the column 'slide' is missing, got {', '.join(columns)[:200] or 'nothing'}; "
-            "a cohort file begins with a line like: slide,mask,split"
+            f"{path} line 1: the column 'slide' is missing, got {', '.join(columns)[:200] or 'nothing'}; {_EXPECTED}"
         )
     return tuple(columns)
 

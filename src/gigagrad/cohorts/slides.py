@@ -39,7 +39,10 @@ def find_slides(sources: Iterable[str | Path], split: str | None = None, fold: i
     (with their line), for two slides whose outputs would have the same name all the same, and for a slide of which two
     things are said.
     """
-    rows = with_own_names(row for source in sources for row in _of_source(Path(source), split, fold))
+    sources = [Path(source) for source in sources]
+    rows = with_own_names(row for source in sources for row in _of_source(source, split, fold))
+    if split is not None and not any(map(_has_rows, sources)):
+        raise ConfigError(f"{sources[0]} has no splits; leave out --split, or name the cohort file")
     by_name: dict[str, Row] = {}
     for row in rows:
         other = by_name.setdefault(row.name, row)
@@ -67,10 +70,15 @@ def _one_of(one: Row, other: Row) -> Row:
     return replace(other, **said)
 
 
+def _has_rows(source: Path) -> bool:
+    """Return whether a source is a cohort, whose rows may have splits."""
+    return is_table(source) or (source.is_dir() and is_cohort_folder(source))
+
+
 def _of_source(source: Path, split: str | None, fold: int | None) -> Iterator[Row]:
     if not source.exists():
         raise ConfigError(f"there is no {source}; name slide files, a folder of slides or a CSV file")
-    if is_table(source) or (source.is_dir() and is_cohort_folder(source)):
+    if _has_rows(source):
         columns, every = ((), rows_of_folder(source)[0]) if source.is_dir() else read_rows(source)
         every = every if fold is None else folded(every, fold)
         if split is not None and not source.is_dir() and (files := split_files(source, columns)):
