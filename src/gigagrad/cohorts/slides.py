@@ -39,10 +39,10 @@ def find_slides(sources: Iterable[str | Path], split: str | None = None, fold: i
     (with their line), for two slides whose outputs would have the same name all the same, and for a slide of which two
     things are said.
     """
-    sources = [Path(source) for source in sources]
-    rows = with_own_names(row for source in sources for row in _of_source(source, split, fold))
-    if split is not None and not any(map(_has_rows, sources)):
-        raise ConfigError(f"{sources[0]} has no splits; leave out --split, or name the cohort file")
+    paths = [Path(source) for source in sources]
+    rows = with_own_names(row for path in paths for row in _of_source(path, split, fold))
+    if split is not None and not any(map(_has_rows, paths)):
+        raise ConfigError(f"{paths[0]} has no splits; leave out --split, or name the cohort file")
     by_name: dict[str, Row] = {}
     for row in rows:
         other = by_name.setdefault(row.name, row)

@@ -77,7 +77,8 @@ def _averaged(image: Image, max_side: int) -> Array:
     small_HWC = np.nan_to_num(small_HWC, copy=False)
     apart = [small_HWC] if image.fill else np.moveaxis(small_HWC, 2, 0)
     low, high = np.array([range_shown(values, pixels.dtype) for values in apart]).T
-    return np.clip(np.rint((small_HWC - low) * (255 / (high - low))), 0, 255).astype(np.uint8)
+    shown: Array = np.clip(np.rint((small_HWC - low) * (255 / (high - low))), 0, 255).astype(np.uint8)
+    return shown
 
 
 def samples(image: Image) -> list[Array]:

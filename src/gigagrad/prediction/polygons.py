@@ -52,7 +52,7 @@ class Pixels(NamedTuple):
     in pixels of the mask.
     """
 
-    count: int
+    area: int
     x: float
     y: float
 
