@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from gigagrad.errors import ImageError
 from gigagrad.images import open_image, thumbnail
+from gigagrad.images.thumbnails import names_shown
 
 
 @given(height=st.integers(1, 90), width=st.integers(1, 90), side=st.integers(1, 100), block=st.integers(1, 40))
@@ -56,6 +57,13 @@ def test_other_dtypes_become_bytes(array: np.ndarray, expected: int) -> None:
 def test_a_size_below_one_is_refused() -> None:
     with pytest.raises(ImageError, match="at least 1 px"):
         thumbnail(open_image(np.zeros((4, 4))), 0)
+
+
+@pytest.mark.parametrize(
+    ("channels", "names"), [(1, ["value"]), (2, ["channel 1", "channel 2"]), (3, ["red", "green", "blue"])]
+)
+def test_channels_without_names_have_one_to_show(channels, names):
+    assert names_shown(open_image(np.zeros((channels, 4, 4), np.uint8))) == names
 
 
 def test_each_stain_is_shown_in_its_own_range():

@@ -94,8 +94,9 @@ def samples(image: Image) -> list[Array]:
 
 
 def names_shown(image: Image) -> list[str]:
-    """Name each channel for a person: as the file does, else by its colour or its number."""
-    names = image.channel_names or (("red", "green", "blue") if image.channels == 3 else ("",) * image.channels)
+    """Name each channel for a person: as the file does, else by its colour or its number; the only one is a "value"."""
+    usual = {1: ("value",), 3: ("red", "green", "blue")}.get(image.channels, ("",) * image.channels)
+    names = image.channel_names or usual
     return [name or f"channel {number}" for number, name in enumerate(names, 1)]
 
 
