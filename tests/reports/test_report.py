@@ -578,3 +578,20 @@ def test_the_peak_at_the_top_is_a_step_s_own(run, tmp_path):
         "\n".join(json.dumps({"event": "step", **dataclasses.asdict(step)}) for step in steps)
     )
     assert ("Peak memory", "910 MiB", "budget 1 GiB") in gather(run)["cards"]
+
+
+def test_predictions_by_other_weights_than_the_run_s_are_told(run, predictions):
+    assert not any(
+        "file of weights" in note for note in gather(run, predictions)["notes"]
+    )  # nobody knows the run's own
+    (run / "best.pt").write_bytes(b"weights")
+    (note,) = (note for note in gather(run, predictions)["notes"] if "file of weights" in note)
+    assert note == "All predictions are by another file of weights (best.pt) than this run's best.pt."
+    own = dataclasses.replace(MADE_WITH, model_sha256=hashlib.sha256(b"weights").hexdigest())
+    for path in (predictions / "records").iterdir():
+        path.unlink()
+    write_records(predictions, done("a", made_with=own), done("b"))
+    (note,) = (note for note in gather(run, predictions)["notes"] if "file of weights" in note)
+    assert note.startswith("1 of 2 predictions are by another file of weights")
+    write_records(predictions, done("a", made_with=own))
+    assert not any("file of weights" in note for note in gather(run, predictions)["notes"])

@@ -24,7 +24,8 @@ from gigagrad.cohorts.records import SlideResult, read_records
 from gigagrad.config.fit import FitConfig
 from gigagrad.errors import ConfigError
 from gigagrad.events import StepMeasured
-from gigagrad.files import write_text
+from gigagrad.files import digest_of, write_text
+from gigagrad.models.saved import SAFETENSORS
 from gigagrad.plans import Plan
 from gigagrad.plans.description import Table, describe
 from gigagrad.prediction.scores import mean_sd
@@ -247,7 +248,12 @@ def gather(
         "model": str(run.config.get("model", "")),
         "cards": list(_cards(run)),
         "step_cards": list(_step_cards(step or {})),
-        "notes": [*_notes(run), *problems, *(f"A picture of {name} cannot be read." for name in lost)],
+        "notes": [
+            *_notes(run),
+            *_of_others(files, predictions),
+            *problems,
+            *(f"A picture of {name} cannot be read." for name in lost),
+        ],
         "accumulated": run.accumulated,
         "loss": {split: _points(run.series(split, "loss")) for split in ("train", "val")},
         "dice": dice,
@@ -379,6 +385,16 @@ def _step_cards(step: Mapping[str, Any]) -> Iterator[Card]:
     ):
         if step.get(name) is not None:
             yield (label, worded(step[name]), note)
+
+
+def _of_others(files: RunFolder, predictions: Sequence[SlideResult]) -> Iterator[str]:
+    """Tell of predictions that were not made with the weights that the run has now; of nobody's where it has none."""
+    own = {digest_of(path) for path in (files.best, files.model / SAFETENSORS) if path.is_file()}
+    done = [entry for entry in predictions if entry.status == "done"]
+    if others := [entry.made_with.model for entry in done if entry.made_with.model_sha256 not in own] if own else []:
+        told = "All predictions" if len(others) == len(done) else f"{len(others)} of {len(done)} predictions"
+        networks = ", ".join(sorted(set(others)))
+        yield f"{told} are by another file of weights ({networks}) than this run's {files.best.name}."
 
 
 def _notes(run: RunData) -> Iterator[str]:
