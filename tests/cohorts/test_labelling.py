@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from PIL import Image as Pillow
 
 from gigagrad.cohorts.slides import label_slides
 from gigagrad.errors import ConfigError, ImageError, WriteError
@@ -48,6 +49,16 @@ def test_a_slide_that_cannot_be_read_does_not_stop_the_others(jpeg_slide: Path, 
         )
     assert (tmp_path / "masks" / f"{jpeg_slide.stem}.tif").exists()
     assert any("aaa" in text for text in said)
+
+
+def test_a_mask_of_another_slide_of_this_name_is_not_taken_for_its_own(jpeg_slide: Path, tmp_path: Path) -> None:
+    other = tmp_path / f"{jpeg_slide.stem}.png"
+    Pillow.new("RGB", (300, 90)).save(other)
+    label_slides([other], tmp_path / "masks")
+    with pytest.raises(ImageError, match=r"is 90 x 300 px and the slide 700 x 900 px, so it is of another; choose"):
+        label_slides([jpeg_slide], tmp_path / "masks")
+    label_slides([jpeg_slide], tmp_path / "masks", overwrite=True)
+    assert label_slides([jpeg_slide], tmp_path / "masks")
 
 
 def test_a_share_that_was_killed_goes_on_and_the_masks_are_those_of_one_process(

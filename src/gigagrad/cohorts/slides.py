@@ -26,7 +26,8 @@ from gigagrad.errors import ConfigError, ImageError
 from gigagrad.events import Events, Listener, Notice
 from gigagrad.files import size_of
 from gigagrad.images import InputView, open_image, write_label
-from gigagrad.images.opening import dicom_instances
+from gigagrad.images.opening import dicom_instances, open_ids
+from gigagrad.images.views import at_another_resolution
 from gigagrad.shares import Share, claimed
 
 
@@ -180,6 +181,7 @@ def label_slides(
 
     def label(row: Row) -> tuple[Path, str]:
         if row in done:
+            _check_same(row, masks[row])
             return masks[row], "done before"
         with open_image(row.slide, mpp=mpp) as slide:
             write_label(InputView(bands=tuple(bands)).of(slide), masks[row], overwrite=overwrite)
@@ -187,6 +189,20 @@ def label_slides(
 
     own, events = rows_of(mine, rows), Events(tuple(listeners))
     return tuple(run_job("label", own, mine, Path(out), events, label, done, failures=(ImageError,)))
+
+
+def _check_same(row: Row, path: Path) -> None:
+    """Raise `ImageError` for a mask whose proportions are not the slide's: it is of another one of this name. What is
+    no mask tells so where it is used.
+    """
+    try:
+        with open_ids(path) as mask, open_image(row.slide) as slide:
+            shapes = mask.shape[1:], slide.shape[1:]
+    except ImageError:
+        return
+    if shapes[0] != shapes[1] and not at_another_resolution(*shapes):
+        sizes = " and the slide ".join(f"{height} x {width} px" for height, width in shapes)
+        raise ImageError(f"{path} is {sizes}, so it is of another; choose another --out or pass --overwrite")
 
 
 def _check(masks: dict[Row, Path]) -> None:
