@@ -154,6 +154,14 @@ def test_every_setting_is_there_with_its_default(tmp_path):
     assert {field.name for field in dataclasses.fields(FitConfig)} <= set(yaml.safe_load(text))
 
 
+def test_names_in_it_are_as_people_write_them(tmp_path):
+    folder = tmp_path / "Gef\u00e4\u00dfe # 1"
+    folder.mkdir()
+    path = write_template(folder / "run.yaml", cohort(folder, "slide,mask,split", "a.tif,a.geojson,train"))
+    assert f"slides: {folder}/cohort.csv" in path.read_text(encoding="utf-8").replace("'", "").replace('"', "")
+    assert Path(FitConfig.from_yaml(path).slides) == folder / "cohort.csv"
+
+
 def test_every_setting_is_described():
     assert set(described(FitConfig)) == {field.name for field in dataclasses.fields(FitConfig)}
     assert all(len(meaning) > 10 and not meaning.endswith(" ") for meaning in described(FitConfig).values())

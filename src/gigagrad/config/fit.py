@@ -291,7 +291,8 @@ def write_template(path: Path, slides: Path, *, overwrite: bool = False) -> Path
         lines += [f"# {line}" for line in textwrap.wrap(meanings[field.name] + remark, _WIDTH)]
         default = list(field.default) if isinstance(field.default, tuple) else field.default
         given = field.name in chosen
-        text = yaml.safe_dump({field.name: chosen[field.name] if given else default}, sort_keys=False).rstrip()
+        value = {field.name: chosen[field.name] if given else default}
+        text = yaml.safe_dump(value, sort_keys=False, allow_unicode=True).rstrip()
         lines += [line if given else f"# {line}" for line in text.splitlines()] + [""]
     write_text(path, "\n".join(lines))
     return path
