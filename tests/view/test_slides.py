@@ -549,3 +549,13 @@ def test_each_stain_is_drawn_in_its_own_range_and_colours_in_one(tmp_path):
     assert [colours.shades.of(pixels[:3])[0, x].tolist() for x in (0, 63)] == [[255, 0, 0], [0, 3, 0]]
     for opened in (stains, colours):
         opened.close()
+
+
+def test_a_mask_is_of_the_slide_with_the_longest_name_that_it_has(jpeg_slide, jpeg_label, tmp_path):
+    (tmp_path / "masks").mkdir()
+    for name in ("case", "case.2"):
+        shutil.copy(jpeg_slide, tmp_path / f"{name}.tif")
+    for name in ("case.2.tif", "case.tissue.tif"):
+        shutil.copy(jpeg_label, tmp_path / "masks" / name)
+    found = {item.name: [path.name for (path,) in item.labels] for item in find([tmp_path]).items}
+    assert found == {"case": ["case.tissue.tif"], "case.2": ["case.2.tif"]}

@@ -405,24 +405,35 @@ def _with_table(item: Item, table: ClassTable) -> Item:
 
 
 def _with_masks_in(items: Iterable[Item], folder: Path, near: Path | None = None) -> list[Item]:
-    """Add what is called like each slide `near` it, unless that has it already."""
+    """Add what is called like each slide `near` it, unless that has it already. What several are called like is of the
+    one with the longest name.
+    """
+    items = list(items)
+    longer = {item.name: [each.name for each in items if each.name.startswith(f"{item.name}.")] for item in items}
     return [
-        _with(item, [(path,) for path in _called(folder, item.name)])
+        _with(item, [(path,) for path in _called(folder, item.name, longer[item.name])])
         if near is None or item.row.slide.is_relative_to(near)
         else item
         for item in items
     ]
 
 
-def _called(folder: Path, name: str) -> list[Path]:
-    """Return the files of a folder that are called by a slide, whatever follows its name behind a dot."""
+def _called(folder: Path, name: str, longer: Sequence[str] = ()) -> list[Path]:
+    """Return the files of a folder that are called by a slide, whatever follows its name behind a dot, but those of
+    slides whose `longer` names begin with it.
+    """
     return [
         found
         for path in sorted(folder.iterdir())
-        if (plain_stem(path.stem) == name or path.name.startswith(f"{name}."))
+        if _is_called(path, name)
+        and not any(_is_called(path, other) for other in longer)
         and path.suffix.lower() in _MASKS_OF
         and (found := _inside(folder, path))
     ]
+
+
+def _is_called(path: Path, name: str) -> bool:
+    return plain_stem(path.stem) == name or path.name.startswith(f"{name}.")
 
 
 def _resolved(item: Item) -> Item:
