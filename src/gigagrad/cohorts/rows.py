@@ -20,8 +20,8 @@ and, where there are several images of each place or several labels of each pixe
 
 Columns may have the names that other tools give them (`_ALIASES`; CLAM's `slide_id`, TRIDENT's `wsi`). Only `slide` is
 needed to predict; training needs `split`, too, or split files. Further columns are left alone.
-Relative paths are taken from the file's own folder, slides also from `slides/` there. What is wrong is named with its
-line.
+Relative paths are taken from the file's own folder, slides also from `slides/` there. A link to a file of another name
+is called by its own. What is wrong is named with its line.
 
 Split files, as CLAM writes them (`splits_0.csv`, `splits_1.csv`, ...), lie in the cohort file's folder, in `splits/`
 there, or one folder deeper, and list the slides of each split in columns train, val and test, by name. The number of a
