@@ -142,7 +142,6 @@ class Run:
         # Notebooks keep the last traceback: with it only what they may want to see, not what the run held.
         self._buffers.forget()
         self._scalars.forget()
-        self._tile_loops.forget()
         self._result, self._totals = None, ({}, {})
         empty_frames(error)
         self._prepared.device.trim()  # there may be no next step that takes what this one freed
@@ -268,7 +267,6 @@ class Run:
         assert self._result is not None
         (step, segment), (totals, reduced) = (self._result.step, self._result.segment), self._totals
         self._result, self._totals = None, ({}, {})
-        self._tile_loops.forget()
         if step.phase != "backward":
             for reduction in segment.reductions:
                 self._scalars.put(reduction, laid_out(reduced.pop(reduction).to(self._graph[reduction].dtype)))

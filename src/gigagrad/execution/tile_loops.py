@@ -23,7 +23,6 @@ from gigagrad.execution.gradient_scale import multiplied
 from gigagrad.execution.journal import ChunkRecord, Entry, Journal, first_reached, written
 from gigagrad.execution.layout import aligned
 from gigagrad.execution.needed import Needed, Within
-from gigagrad.execution.ordered_sum import OrderedSum
 from gigagrad.execution.prepared import Prepared
 from gigagrad.execution.probes import Probe
 from gigagrad.execution.rounding_error import RoundingErrors, Watch, error_gains
@@ -63,7 +62,6 @@ class TileLoops:
         self._executor, self._readers, self._watch, self._probes = executor, readers, watch, probes
         self._journal = journal
         self._within, self._needed = within, needed
-        self._sums: OrderedSum | None = None
         roundings = buffers.roundings.items()
         self._quantised = frozenset(i for i, rounding in roundings if isinstance(rounding, Quantised))
         self.errors = RoundingErrors(prepared.graph)
@@ -81,8 +79,7 @@ class TileLoops:
         bound = self._prepared.bound(step.segment)
         segment, programs = bound.segment, bound.programs
         context, boundary = self._context(segment), self._boundary(segment)
-        self._sums = sums_of_chunks = self._comm.new_sums(step)
-
+        sums_of_chunks = self._comm.new_sums(step)
         fields = [i for i in segment.reads if self._graph[i].differentiable]
 
         def shares_of(tile: TileGeometry, crops: Values) -> Values:
@@ -175,8 +172,7 @@ class TileLoops:
             del saved
             return tile, sums, shares, crops, watch
 
-        gradients, self._sums = self._comm.new_sums(step), self._comm.new_sums(step)
-        merged = self._sums
+        gradients, merged = self._comm.new_sums(step), self._comm.new_sums(step)
         summed = [(gradients, bound.gradients)]
         if merge:
             summed.append((merged, bound.reductions))
@@ -213,10 +209,6 @@ class TileLoops:
         if handed is not None:
             yield from self._buffers.take(handed, finished[-1])
         return PassResult(step, segment, stores, overlaps, gradients, merged if merge else None)
-
-    def forget(self) -> None:
-        """Give back what was merged: there will be no results."""
-        self._sums = None
 
     def close(self) -> None:
         """Give back what serves all passes."""
