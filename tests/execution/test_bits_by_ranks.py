@@ -9,7 +9,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from gigagrad.execution.layout import aligned, laid_out
 from gigagrad.ranks import SingleRank, run_threaded
 from tests.exactness.test_large_offsets import made
 from tests.execution.by_ranks import outcome, prepared_for
@@ -47,33 +46,6 @@ def test_files_have_the_bits_of_memory(tmp_path: Path):
             case.model.zero_grad()
     half = len(found) // 2
     assert all(torch.equal(one, two) for one, two in zip(found[:half], found[half:], strict=True))
-
-
-@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
-@pytest.mark.parametrize(
-    "shape", [(1, 3, 5, 7), (1, 1, 5, 7), (1, 4, 1, 7), (1, 4, 5, 1), (1, 1, 1, 1), (5, 7), (3,), ()]
-)
-def test_a_crop_lies_as_a_new_tensor_wherever_it_was_cut_out(shape, layout):
-    layout = layout if len(shape) == 4 else torch.contiguous_format
-    fresh = torch.empty(shape, memory_format=layout)
-    outer = [size + 3 * (axis > 1) for axis, size in enumerate(shape)]
-    for offset in range(4):
-        whole = torch.empty(outer, memory_format=layout).normal_()
-        cut = whole
-        for axis, size in enumerate(shape):
-            cut = cut.narrow(axis, min(offset, outer[axis] - size), size)
-        found = laid_out(cut, layout)
-        assert torch.equal(found, cut)
-        assert found.stride() == fresh.stride()
-        assert found.data_ptr() % 64 == 0
-        assert laid_out(found, layout).data_ptr() == found.data_ptr()
-
-
-def test_what_is_at_an_odd_address_is_moved_unless_it_holds_integers():
-    floats, integers = torch.randn(65)[1:], torch.arange(65)[1:]
-    assert aligned(floats).data_ptr() % 64 == 0
-    assert torch.equal(aligned(floats), floats)
-    assert aligned(integers) is integers
 
 
 @pytest.mark.parametrize("name", ["batch", "group", "layer", "deviation"])

@@ -1,4 +1,4 @@
-"""Parts of crops and crops in a frame, against slicing and `F.pad`."""
+"""Parts of crops and crops in a frame, against slicing and `F.pad`; crops as new tensors lie."""
 
 import pytest
 import torch
@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gigagrad.graphs.crops import crop_view, pad
+from gigagrad.graphs.crops import aligned, crop_view, laid_out, pad
 
 AXES = (-2, -1)
 amounts = st.tuples(st.integers(-3, 3), st.integers(-3, 3))
@@ -50,3 +50,30 @@ def test_a_part_is_a_view_whose_gradient_is_zero_elsewhere(data, axes):
 def test_a_framed_part_lies_as_the_crop_does(layout):
     crop = torch.rand(1, 3, 9, 14).contiguous(memory_format=layout)[..., 1:8, 2:13]
     assert pad(crop, AXES, ((1, 0), (2, 1))).is_contiguous(memory_format=layout)
+
+
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize(
+    "shape", [(1, 3, 5, 7), (1, 1, 5, 7), (1, 4, 1, 7), (1, 4, 5, 1), (1, 1, 1, 1), (5, 7), (3,), ()]
+)
+def test_a_crop_lies_as_a_new_tensor_wherever_it_was_cut_out(shape, layout):
+    layout = layout if len(shape) == 4 else torch.contiguous_format
+    fresh = torch.empty(shape, memory_format=layout)
+    outer = [size + 3 * (axis > 1) for axis, size in enumerate(shape)]
+    for offset in range(4):
+        whole = torch.empty(outer, memory_format=layout).normal_()
+        cut = whole
+        for axis, size in enumerate(shape):
+            cut = cut.narrow(axis, min(offset, outer[axis] - size), size)
+        found = laid_out(cut, layout)
+        assert torch.equal(found, cut)
+        assert found.stride() == fresh.stride()
+        assert found.data_ptr() % 64 == 0
+        assert laid_out(found, layout).data_ptr() == found.data_ptr()
+
+
+def test_what_is_at_an_odd_address_is_moved_unless_it_holds_integers():
+    floats, integers = torch.randn(65)[1:], torch.arange(65)[1:]
+    assert aligned(floats).data_ptr() % 64 == 0
+    assert torch.equal(aligned(floats), floats)
+    assert aligned(integers) is integers

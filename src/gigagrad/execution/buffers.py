@@ -13,7 +13,6 @@ from typing import TypeVar
 import torch
 
 from gigagrad.boxes import Box
-from gigagrad.execution.layout import laid_out
 from gigagrad.execution.prepared import Prepared
 from gigagrad.execution.scalars import ScalarGraph
 from gigagrad.execution.seeds import ROUNDINGS, seed_of
@@ -21,7 +20,7 @@ from gigagrad.execution.sources import Source, read_ahead
 from gigagrad.execution.staging import StagedStore, Staging
 from gigagrad.execution.tile_program import TileInputs
 from gigagrad.graphs import SCATTER
-from gigagrad.graphs.crops import batched, box_view
+from gigagrad.graphs.crops import batched, box_view, laid_out
 from gigagrad.plans import EXACT, Segment, TileGeometry
 from gigagrad.plans.program import Buffer, Key
 from gigagrad.stores import FieldSpec, OpenTier, Quantised, RoundedStore, Rounding, Store, Strips, Windows, crop_shape

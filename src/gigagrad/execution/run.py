@@ -26,7 +26,6 @@ from gigagrad.execution.comm import Comm, PassResult
 from gigagrad.execution.executor import Executor
 from gigagrad.execution.gradient_scale import multiplied
 from gigagrad.execution.journal import Journal, key_of
-from gigagrad.execution.layout import laid_out
 from gigagrad.execution.needed import Within, needed_tiles
 from gigagrad.execution.prepared import Prepared
 from gigagrad.execution.probes import Memory, Progress
@@ -35,7 +34,7 @@ from gigagrad.execution.sources import Source
 from gigagrad.execution.tile_loops import Piece, TileLoops
 from gigagrad.execution.tracebacks import empty_frames
 from gigagrad.graphs import FIELD_BINS, GATHER
-from gigagrad.graphs.crops import as_stored, batched
+from gigagrad.graphs.crops import as_stored, batched, laid_out
 from gigagrad.plans import Grid, Segment, TileGeometry, Tiles
 from gigagrad.plans.program import Allocate, Buffer, Exchange, Gather, Release, Scalars, Step
 from gigagrad.plans.segments import Cotangents, differentiable_reductions, last_cotangents

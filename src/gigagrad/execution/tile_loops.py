@@ -21,13 +21,13 @@ from gigagrad.execution.comm import Comm, PassResult
 from gigagrad.execution.executor import Executor
 from gigagrad.execution.gradient_scale import multiplied
 from gigagrad.execution.journal import ChunkRecord, Entry, Journal, first_reached, written
-from gigagrad.execution.layout import aligned
 from gigagrad.execution.needed import Needed, Within
 from gigagrad.execution.prepared import Prepared
 from gigagrad.execution.probes import Probe
 from gigagrad.execution.rounding_error import RoundingErrors, Watch, error_gains
 from gigagrad.execution.scalars import ScalarGraph, Values
 from gigagrad.execution.tile_program import Activations, PassContext, TileInputs
+from gigagrad.graphs.crops import aligned
 from gigagrad.plans import Chunks, Segment, TileGeometry, Tiles, estimate
 from gigagrad.plans.plan import amount_of
 from gigagrad.plans.saving import is_saved

@@ -18,11 +18,10 @@ import torch
 
 from gigagrad.allowances import ANNOUNCED_BYTES
 from gigagrad.boxes import Box, Span
-from gigagrad.execution.layout import laid_out
 from gigagrad.execution.refusals import explained
 from gigagrad.execution.rounding_error import Watch
 from gigagrad.graphs import FIELD_BINS, MOMENTS, Call, Graph, Node, Site, lookup
-from gigagrad.graphs.crops import View, as_stored, batched, bound_view
+from gigagrad.graphs.crops import View, as_stored, batched, bound_view, laid_out
 from gigagrad.graphs.op_rules import Bound
 from gigagrad.graphs.operators import call as call_operator
 from gigagrad.plans import Segment, TileGeometry

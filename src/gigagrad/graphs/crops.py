@@ -1,8 +1,12 @@
-"""Take parts of crops and put crops in a frame, each written once; lay patches out in one axis or in two.
+"""Take parts of crops and put crops in a frame, each written once; lay crops out as kernels read them, and patches in
+one axis or in two.
 
 PyTorch's gradient of a slice clears a whole crop and writes the slice into it, its padding clears the whole output and
 writes the crop into it, and the gradient of that is a copy. Here a frame is the gradient of a part and a part that of a
 frame: a part is a view, and of a frame every pixel is written once.
+
+Kernels choose by strides, those of axes of length 1 too, and by addresses how they add up, and so the last bits. Where
+a crop comes from, a whole field, a window of it or a file, must not show in them (`laid_out`).
 """
 
 from __future__ import annotations
@@ -20,6 +24,8 @@ Frame = tuple[tuple[int, int], tuple[int, int]]
 """Pixels before and after, along y and x."""
 View = Callable[[torch.Tensor], torch.Tensor]
 """Makes one crop of another."""
+_ALIGNED_BYTES = 64
+"""PyTorch's own allocations begin at multiples of this."""
 
 
 class OnDevices:
@@ -40,6 +46,22 @@ class OnDevices:
 def strides(shape: tuple[int, ...], layout: torch.memory_format) -> tuple[int, ...]:
     """Return the strides of a new tensor of this shape."""
     return torch.empty(shape, device="meta", memory_format=layout).stride()
+
+
+def laid_out(value: torch.Tensor, layout: torch.memory_format = torch.contiguous_format) -> torch.Tensor:
+    """Return a value as a new tensor of its shape would lie, in this layout where it has four axes; itself where it
+    does.
+    """
+    if value.ndim != 4 or (value.shape[1] == 1 and value.stride(1) != 1):  # one channel lies in either layout
+        layout = torch.contiguous_format
+    value = aligned(value.contiguous(memory_format=layout))
+    usual = strides(value.shape, layout)
+    return value if value.stride() == usual else value.as_strided(value.shape, usual)
+
+
+def aligned(value: torch.Tensor) -> torch.Tensor:
+    """Return a value without gaps at an address such as new tensors have. Of integers every sum is exact."""
+    return value.clone() if value.is_floating_point() and value.data_ptr() % _ALIGNED_BYTES else value
 
 
 def crop_view(crop: torch.Tensor, axes: Axes, starts: Sequence[int], size: Sequence[int]) -> torch.Tensor:
