@@ -167,7 +167,7 @@ def test_a_rank_without_a_sum_adds_nothing_not_zero():
         _, own = comm.own(step)
         sums, key = comm.new_sums(step), (first, second)[ranks.index]
         sums.add(own.start, {key: torch.full(graph[key].shape, -0.0)})
-        total, _ = comm.exchange(end, PassResult(step, segment, {}, gradients=sums))
+        total, _ = comm.exchange(end, PassResult(step, {}, sums, comm.new_sums(step)))
         shares = {i: value for i, value in total.items() if not comm.is_whole(i)}
         assert all(len(value) == prod(graph[i].shape) / 2 for i, value in shares.items())
         gradients = {i: value.float() for i, value in shares.items()}

@@ -14,10 +14,9 @@ def test_tensors_come_out_as_they_went_in():
         torch.tensor(7),
         torch.empty(0, 4),
     ]
-    message, place = packed(tensors), 0
-    for tensor in tensors:
-        found, place = unpacked(message, place, tuple(tensor.shape), tensor.dtype)
+    message = packed(tensors)
+    for found, tensor in zip(unpacked(message, ((one.shape, one.dtype) for one in tensors)), tensors, strict=True):
         assert found.dtype == tensor.dtype
         assert torch.equal(found, tensor)
-    assert place == len(message)
+    assert len(message) == sum(tensor.nbytes for tensor in tensors)
     assert len(packed([])) == 0

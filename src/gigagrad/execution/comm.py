@@ -7,8 +7,9 @@ whoever gets them adds, in the order of chunks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from math import prod
 
 import torch
@@ -16,12 +17,12 @@ import torch
 from gigagrad.execution.ordered_sum import Joined, OrderedSum, Overlap
 from gigagrad.execution.prepared import Prepared, Shape
 from gigagrad.execution.scalars import Values
-from gigagrad.plans import Chunks, Segment, Tiles
+from gigagrad.plans import Chunks, Tiles
 from gigagrad.plans.chunks import before, behind
 from gigagrad.plans.partition import gradient_dtype, share_of, sum_dtype
 from gigagrad.plans.program import Exchange, Gather, Sum, Transfer
 from gigagrad.ranks import Ranks
-from gigagrad.ranks.ranks import packed, unpacked
+from gigagrad.ranks.ranks import Message, packed, unpacked
 from gigagrad.stores import Store
 
 
@@ -30,12 +31,11 @@ class PassResult:
     """A pass of this rank, before ranks have exchanged anything."""
 
     step: Tiles
-    segment: Segment
     stores: Mapping[int, Store]
     """Stores of what it kept, or of the cotangents that it added up, as they travel: without rounding."""
+    gradients: OrderedSum
+    reduced: OrderedSum
     overlaps: Mapping[int, Overlap] = field(default_factory=dict)
-    gradients: OrderedSum | None = None
-    reduced: OrderedSum | None = None
 
 
 class Comm:
@@ -69,49 +69,51 @@ class Comm:
         Returns those of gradients, of parameters this rank's share, and the values of reductions; of what a `Gather`
         puts together, this rank's share.
         """
-        of_both = ((result.gradients, step.gradients), (result.reduced, step.reductions))
+        sums = (result.gradients, step.gradients), (result.reduced, step.reductions)
         if self._ranks.count == 1:
-            for store in result.stores.values():
-                store.flush()
-            found = [{} if sums is None else sums.total() for sums, _ in of_both]
+            totals = [one.total() for one, _ in sums]
         else:
-            found = self._exchanged(step, result)
-        for total, (_, how) in zip(found, of_both, strict=True):  # as they lie in memory wherever they were summed
-            total.update({key: total[key].contiguous() for key in how.whole + how.cut if key in total})
-        return found[0], found[1]
-
-    def _exchanged(self, step: Exchange, result: PassResult) -> list[Values]:
-        of_both = ((result.gradients, step.gradients), (result.reduced, step.reductions))
-        sums = [self._sums(result.step, some, how, step.chunks) for some, how in of_both]
-        own = self._ranks.index
-
-        def between(sender: int, receiver: int) -> list[Transfer]:
-            return [one for one in step.transfers if (one.sender, one.receiver) == (sender, receiver)]
-
-        def crop(one: Transfer) -> torch.Tensor:
-            if one.chunk is None:
-                return result.stores[one.node].read(one.box)
-            return result.overlaps[one.node].kept_sum(one.chunk, one.box)
-
-        def coming(sender: int) -> list[Shape]:
-            moved, stores = between(sender, own), result.stores
-            return [(stores[one.node].crop_shape(one.box), stores[one.node].dtype) for one in moved]
-
-        boxes: Part = (lambda receiver: map(crop, between(own, receiver)), coming)
-        *of_sums, of_boxes = exchange(self._ranks, [*(part for part, _ in sums), boxes])
-        totals = [total(came) for (_, total), came in zip(sums, of_sums, strict=True)]
-        crops = [pair for rank, came in of_boxes.items() for pair in zip(between(rank, own), came, strict=True)]
-        for moved, came_crop in crops:
-            if moved.chunk is None:
-                result.stores[moved.node].write(moved.box, came_crop)
-        crops += [(moved, crop(moved)) for moved in between(own, own)]
-        # Cotangents rank after rank, and ranks have theirs in the order of chunks.
-        for moved, came_crop in sorted(crops, key=lambda pair: pair[0].sender):
-            if moved.chunk is not None:
-                result.stores[moved.node].add(moved.box, came_crop)
+            parts = [self._sums(result.step, one, how, step.chunks) for one, how in sums]
+            came = self._exchanged(step, result, parts)
+            totals = [part.total(came) for part in parts]
+            self._place(step, result, came)
         for store in result.stores.values():
             store.flush()
-        return totals
+        for total, (_, how) in zip(totals, sums, strict=True):  # as they lie in memory wherever they were summed
+            total.update({key: total[key].contiguous() for key in how.whole + how.cut if key in total})
+        return totals[0], totals[1]
+
+    def _exchanged(self, step: Exchange, result: PassResult, parts: Sequence[_Sums]) -> Received:
+        """Send other ranks sums and boxes; return what they send."""
+        stores, own = result.stores, self._ranks.index
+
+        def sent(receiver: int) -> Iterator[torch.Tensor]:
+            for part in parts:
+                yield from part.sent(receiver)
+            for moved in step.between(own, receiver):
+                yield _crop(moved, result)
+
+        def coming(sender: int) -> list[Shape]:
+            of_sums = [shape for part in parts for shape in part.coming(sender)]
+            moved = step.between(sender, own)
+            return of_sums + [(stores[one.node].crop_shape(one.box), stores[one.node].dtype) for one in moved]
+
+        others = self._ranks.others
+        return exchange(self._ranks, {rank: packed(sent(rank)) for rank in others}, {r: coming(r) for r in others})
+
+    def _place(self, step: Exchange, result: PassResult, came: Received) -> None:
+        """Write the halos that came, and add cotangents: rank after rank, and ranks have theirs in the order of
+        chunks.
+        """
+        own = self._ranks.index
+        crops = [pair for rank, rest in came.items() for pair in zip(step.between(rank, own), rest, strict=True)]
+        for moved, crop in crops:
+            if moved.chunk is None:
+                result.stores[moved.node].write(moved.box, crop)
+        crops += [(moved, _crop(moved, result)) for moved in step.between(own, own)]
+        for moved, crop in sorted(crops, key=lambda pair: pair[0].sender):
+            if moved.chunk is not None:
+                result.stores[moved.node].add(moved.box, crop)
 
     def gather(self, step: Gather, values: Sequence[Values]) -> None:
         """Put together, in place, what each rank has a share of."""
@@ -134,85 +136,85 @@ class Comm:
         """Say whether every rank has all of a sum of gradients."""
         return node not in self._late
 
-    def _sums(
-        self, step: Tiles, sums: OrderedSum | None, how: Sum, chunks: Sequence[Sequence[int]]
-    ) -> tuple[Part, Callable[[Mapping[int, Sequence[torch.Tensor]]], Values]]:
-        """Return what ranks send of the sums of one pass; and a function that makes of what came those of all chunks:
-        whole, or of what is shared out this rank's share, flat. `chunks`: of each sum that ranks have, one chunk.
-        """
-        if sums is None or not how.all:
-            return (lambda receiver: (), lambda sender: ()), lambda came: {}
-        shapes, shared = self.shapes(how.all), frozenset(how.shared)
-        rank, count = self._ranks.index, self._ranks.count
-
-        def flat(key: int, value: torch.Tensor) -> torch.Tensor:
-            assert (tuple(value.shape), value.dtype) == shapes[key], key
-            return value.contiguous().view(-1) if key in shared else value
-
-        def share(key: int, value: torch.Tensor, of: int) -> torch.Tensor:
-            return value[share_of(len(value), of, count)] if key in shared else value
-
-        joined = sums.joined(behind(*self.own(step)))
-        own = [(chunk, {key: flat(key, values.pop(key)) for key in tuple(values)}) for chunk, values in joined]
-
-        def sent(receiver: int) -> Iterator[torch.Tensor]:
-            """Yield of each sum the chunk, for each node whether there is one, and all of them, zeros for none."""
-            for chunk, values in own:
-                yield torch.tensor([chunk, *(key in values for key in shapes)])
-                for key, (shape, dtype) in shapes.items():
-                    value = values.get(key)
-                    yield share(key, flat(key, torch.zeros(shape, dtype=dtype)) if value is None else value, receiver)
-
-        def coming(sender: int) -> list[Shape]:
-            one: list[Shape] = [((1 + len(shapes),), torch.int64)]
-            for key, (shape, dtype) in shapes.items():
-                one.append(((_length(share_of(prod(shape), rank, count)),) if key in shared else shape, dtype))
-            return one * len(chunks[sender])
-
-        def opened(tensors: Sequence[torch.Tensor]) -> Iterator[Joined]:
-            for start in range(0, len(tensors), 1 + len(shapes)):
-                chunk, *there = tensors[start].tolist()
-                values = zip(shapes, there, tensors[start + 1 :], strict=False)
-                own_copy = {
-                    key: value.to(self._device, copy=key not in shared) for key, known, value in values if known
-                }
-                yield chunk, own_copy
-
-        def total(came: Mapping[int, Sequence[torch.Tensor]]) -> Values:
-            of_all = OrderedSum(self._dtype, self._prepared.bound(step.segment).merges)
-            for other in range(count):
-                if other in came:
-                    of_all.append(opened(came[other]))
-                else:
-                    mine = ((chunk, {i: share(i, values.pop(i), rank) for i in tuple(values)}) for chunk, values in own)
-                    of_all.append(mine)
-            return of_all.total()
-
-        return (sent, coming), total
+    def _sums(self, step: Tiles, sums: OrderedSum, how: Sum, chunks: Sequence[Sequence[int]]) -> _Sums:
+        joined = sums.joined(behind(*self.own(step))) if how.all else []
+        total = OrderedSum(self._dtype, self._prepared.bound(step.segment).merges)
+        return _Sums(self._ranks, self._device, self.shapes(how.all), how, joined, chunks if how.all else [], total)
 
 
-Part = tuple[Callable[[int], Iterable[torch.Tensor]], Callable[[int], Sequence[Shape]]]
-"""A function that gives what this rank sends to another one, and one that gives the shapes of what that one sends."""
-
-
-def exchange(ranks: Ranks, parts: Sequence[Part]) -> list[dict[int, list[torch.Tensor]]]:
-    """Exchange all parts of the messages of several ranks at once; return what came, of each part by the rank that sent
-    it. All ranks have parts of the same kinds in the same order. Raises RankError.
+class _Sums:
+    """Sums of one pass between ranks: those of this rank, of its chunks, and what it gets of all others. What is shared
+    out is flat, and each rank gets its share of it; the rest is whole.
     """
-    sent = {rank: packed(tensor for send, _ in parts for tensor in send(rank)) for rank in ranks.others}
-    expected = {rank: [coming(rank) for _, coming in parts] for rank in ranks.others}
-    sizes = {rank: sum(_nbytes(shape) for of in shapes for shape in of) for rank, shapes in expected.items()}
-    received = ranks.exchange(sent, sizes)
-    del sent
-    nothing, found = torch.empty(0, dtype=torch.uint8), [dict[int, list[torch.Tensor]]() for _ in parts]
-    for rank in ranks.others:
-        data, place = received.pop(rank, nothing), 0
-        for came, shapes in zip(found, expected[rank], strict=True):
-            came[rank] = tensors = []
-            for shape, dtype in shapes:
-                tensor, place = unpacked(data, place, shape, dtype)
-                tensors.append(tensor)
-    return found
+
+    def __init__(
+        self,
+        ranks: Ranks,
+        device: torch.device,
+        shapes: dict[int, Shape],
+        how: Sum,
+        joined: Sequence[Joined],
+        chunks: Sequence[Sequence[int]],
+        total: OrderedSum,
+    ) -> None:
+        """Take this rank's sums, `joined`, which is emptied. `chunks`: of each sum that ranks have, one chunk; `total`
+        is empty yet.
+        """
+        self._rank, self._count, self._device = ranks.index, ranks.count, device
+        self._shapes, self._shared, self._chunks = shapes, frozenset(how.shared), chunks
+        self._own = [
+            (chunk, {key: self._flat(key, values.pop(key)) for key in tuple(values)}) for chunk, values in joined
+        ]
+        self._total = total
+
+    def sent(self, receiver: int) -> Iterator[torch.Tensor]:
+        """Yield of each sum the chunk, for each node whether there is one, and all of them, zeros for none."""
+        for chunk, values in self._own:
+            yield torch.tensor([chunk, *(key in values for key in self._shapes)])
+            for key, (shape, dtype) in self._shapes.items():
+                value = values[key] if key in values else self._flat(key, torch.zeros(shape, dtype=dtype))
+                yield self._share(key, value, receiver)
+
+    def coming(self, sender: int) -> list[Shape]:
+        one: list[Shape] = [((1 + len(self._shapes),), torch.int64)]
+        for key, (shape, dtype) in self._shapes.items():
+            one.append(((_length(prod(shape), self._rank, self._count),) if key in self._shared else shape, dtype))
+        return one * len(self._chunks[sender]) if self._shapes else []
+
+    def total(self, came: Received) -> Values:
+        """Return the sums of all chunks, taken from what came: whole, or of what is shared out this rank's share."""
+        for rank in range(self._count) if self._shapes else ():
+            self._total.append(self._own_share() if rank == self._rank else self._opened(came[rank], rank))
+        return self._total.total()
+
+    def _own_share(self) -> Iterator[Joined]:
+        for chunk, values in self._own:
+            yield chunk, {key: self._share(key, values.pop(key), self._rank) for key in tuple(values)}
+
+    def _opened(self, tensors: Iterator[torch.Tensor], sender: int) -> Iterator[Joined]:
+        for _ in self._chunks[sender]:
+            chunk, *there = next(tensors).tolist()
+            values = zip(self._shapes, there, islice(tensors, len(self._shapes)), strict=True)
+            own = {key: v.to(self._device, copy=key not in self._shared) for key, is_there, v in values if is_there}
+            yield chunk, own
+
+    def _flat(self, key: int, value: torch.Tensor) -> torch.Tensor:
+        assert (tuple(value.shape), value.dtype) == self._shapes[key], key
+        return value.contiguous().view(-1) if key in self._shared else value
+
+    def _share(self, key: int, value: torch.Tensor, rank: int) -> torch.Tensor:
+        return value[share_of(len(value), rank, self._count)] if key in self._shared else value
+
+
+Received = Mapping[int, Iterator[torch.Tensor]]
+"""The tensors that came from each other rank, in the order in which they were packed."""
+
+
+def exchange(ranks: Ranks, sent: Mapping[int, Message], coming: Mapping[int, Sequence[Shape]]) -> Received:
+    """Exchange messages with all other ranks, of which tensors of these shapes come. Raises RankError."""
+    received = ranks.exchange(sent, {rank: sum(map(_nbytes, shapes)) for rank, shapes in coming.items()})
+    nothing = torch.empty(0, dtype=torch.uint8)
+    return {rank: unpacked(received.pop(rank, nothing), shapes) for rank, shapes in coming.items()}
 
 
 def gathered(ranks: Ranks, shares: Values, shapes: Mapping[int, Shape], device: torch.device) -> Values:
@@ -220,25 +222,29 @@ def gathered(ranks: Ranks, shares: Values, shapes: Mapping[int, Shape], device: 
     Raises RankError.
     """
 
-    def coming(sender: int) -> list[Shape]:
-        found = [((_length(share_of(prod(shape), sender, ranks.count)),), dtype) for shape, dtype in shapes.values()]
-        return [((len(shapes),), torch.int64), *found]
+    def flat(rank: int) -> list[Shape]:
+        return [((_length(prod(shape), rank, ranks.count),), dtype) for shape, dtype in shapes.values()]
 
-    def sent(receiver: int) -> Iterator[torch.Tensor]:
-        yield torch.tensor([i in shares for i in shapes], dtype=torch.int64)
-        for i, (shape, dtype) in zip(shapes, coming(ranks.index)[1:], strict=True):
-            yield shares[i] if i in shares else torch.zeros(shape, dtype=dtype)
-
-    (came,) = exchange(ranks, [(sent, coming)])
+    own = zip(shapes, flat(ranks.index), strict=True)
+    message = packed(shares[i] if i in shares else torch.zeros(shape, dtype=dtype) for i, (shape, dtype) in own)
+    came = exchange(ranks, dict.fromkeys(ranks.others, message), {rank: flat(rank) for rank in ranks.others})
     whole = {}
-    for place, (i, (shape, _)) in enumerate(shapes.items(), 1):
+    for i, (shape, _) in shapes.items():
+        others = {rank: next(tensors) for rank, tensors in came.items()}
         if i in shares:
-            of_others = {rank: tensors[place].to(device) for rank, tensors in came.items()} | {ranks.index: shares[i]}
-            whole[i] = torch.cat([of_others[rank] for rank in range(ranks.count)]).view(shape)
+            found = [shares[i] if rank == ranks.index else others[rank].to(device) for rank in range(ranks.count)]
+            whole[i] = torch.cat(found).view(shape)
     return whole
 
 
-def _length(share: slice) -> int:
+def _crop(moved: Transfer, result: PassResult) -> torch.Tensor:
+    if moved.chunk is None:
+        return result.stores[moved.node].read(moved.box)
+    return result.overlaps[moved.node].kept_sum(moved.chunk, moved.box)
+
+
+def _length(size: int, rank: int, ranks: int) -> int:
+    share = share_of(size, rank, ranks)
     return int(share.stop - share.start)
 
 

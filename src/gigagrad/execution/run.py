@@ -264,7 +264,8 @@ class Run:
         the gradients of a pass to what they are gradients of.
         """
         assert self._result is not None
-        (step, segment), (totals, reduced) = (self._result.step, self._result.segment), self._totals
+        step, (totals, reduced) = self._result.step, self._totals
+        segment = self._prepared.segments[step.segment]
         self._result, self._totals = None, ({}, {})
         if step.phase != "backward":
             for reduction in segment.reductions:

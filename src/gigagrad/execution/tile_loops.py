@@ -119,7 +119,7 @@ class TileLoops:
                 if piece is not None:
                     yield piece
             self._journal.write(chunk, record.tensors(chunk))
-        return PassResult(step, segment, stores, reduced=sums_of_chunks)
+        return PassResult(step, stores, self._comm.new_sums(step), sums_of_chunks)
 
     def outputs(self, step: Tiles, tiles: Iterable[TileGeometry]) -> Iterator[Piece]:
         """Compute the output field on some tiles of its segment, which are computed as in `forward`."""
@@ -208,7 +208,7 @@ class TileLoops:
             self._journal.write(chunk, record.tensors(chunk))
         if handed is not None:
             yield from self._buffers.take(handed, finished[-1])
-        return PassResult(step, segment, stores, overlaps, gradients, merged if merge else None)
+        return PassResult(step, stores, gradients, merged, overlaps)
 
     def close(self) -> None:
         """Give back what serves all passes."""

@@ -130,10 +130,10 @@ class _Emitter:
         return Exchange(tuple(transfers), gradients, reductions, chunks, tuple(nbytes.tolist()))
 
     def _gather(self, groups: Iterable[Sequence[int]], *, gradients: bool) -> Iterator[Gather]:
-        """Put a rank's shares together, which travel behind whether each is there."""
+        """Put the shares of ranks together."""
         ranks = len(self._ranks)
         for nodes in groups if ranks > 1 else ():
-            nbytes = 8 * len(nodes) + share_bytes(self._problem, nodes, ranks, gradients=gradients)
+            nbytes = share_bytes(self._problem, nodes, ranks, gradients=gradients)
             yield Gather(tuple(nodes), gradients, tuple(nbytes.tolist()))
 
     def _halos(self, segment: int) -> Iterator[Transfer]:

@@ -115,6 +115,10 @@ class Exchange:
     sum_bytes: tuple[int, ...]
     """Bytes that one of these takes in a message to each rank."""
 
+    def between(self, sender: int, receiver: int) -> list[Transfer]:
+        """Return what one rank sends another one, or adds up for itself."""
+        return [one for one in self.transfers if (one.sender, one.receiver) == (sender, receiver)]
+
 
 @dataclass(frozen=True, slots=True)
 class Gather:

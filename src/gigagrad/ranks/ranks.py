@@ -49,20 +49,21 @@ def packed(tensors: Iterable[torch.Tensor]) -> Message:
     return torch.cat(flat) if flat else torch.empty(0, dtype=torch.uint8)
 
 
-def unpacked(message: Message, place: int, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[torch.Tensor, int]:
-    """Return the tensor that begins at a place of a message, and where the next one does; a copy only where the place
-    does not suit its numbers.
+def unpacked(message: Message, shapes: Iterable[tuple[Sequence[int], torch.dtype]]) -> Iterator[torch.Tensor]:
+    """Yield the tensors, of these shapes, that a message was packed of; copies only where their places do not suit
+    their numbers.
     """
-    end = place + prod(shape) * dtype.itemsize
-    flat = message[place:end] if place % dtype.itemsize == 0 else message[place:end].clone()
-    return flat.view(dtype).reshape(shape), end
+    end = 0
+    for shape, dtype in shapes:
+        place, end = end, end + prod(shape) * dtype.itemsize
+        flat = message[place:end] if place % dtype.itemsize == 0 else message[place:end].clone()
+        yield flat.view(dtype).reshape(tuple(shape))
 
 
 def copy_into(tensors: Iterable[torch.Tensor], message: Message) -> None:
     """Copy into `tensors` what was packed of tensors like these."""
-    place = 0
-    for tensor in tensors:
-        value, place = unpacked(message, place, tuple(tensor.shape), tensor.dtype)
+    tensors = [*tensors]
+    for tensor, value in zip(tensors, unpacked(message, ((one.shape, one.dtype) for one in tensors)), strict=True):
         tensor.detach().copy_(value)
 
 

@@ -86,20 +86,20 @@ class GradientTree:
         came = ranks.all_to_all({rank: self._shares(rank, ranks.count) for rank in ranks.others})
         came[ranks.index] = self._shares(ranks.index, ranks.count)
         self._held.clear()
+        shares = [share_of(parameter.numel(), ranks.index, ranks.count) for parameter in self._parameters]
+        flat = [((s.stop - s.start,), one.dtype) for s, one in zip(shares, self._parameters, strict=True)]
         for rank, nodes in enumerate(told):
-            start = 0
+            values = unpacked(came.get(rank, _NOTHING), (flat[i] for _, reached in nodes for i in reached))
             for (level, place), reached in nodes:
                 gradients: Gradients = [None] * len(self._parameters)
                 for i in reached:
-                    share = share_of(self._parameters[i].numel(), ranks.index, ranks.count)
-                    shape = (share.stop - share.start,)
-                    gradients[i], start = unpacked(came.get(rank, _NOTHING), start, shape, self._parameters[i].dtype)
+                    gradients[i] = next(values)
                 self._put(level, place, gradients)
         total = dict(enumerate(self._held.pop((self._depth, 0))))
         shapes = {i: (tuple(parameter.shape), parameter.dtype) for i, parameter in enumerate(self._parameters)}
-        shares = {i: one for i, one in total.items() if one is not None}
+        own = {i: one for i, one in total.items() if one is not None}
         found: Gradients = [None] * len(shapes)
-        wholes = gathered(ranks, shares, shapes, torch.device("cpu"))
+        wholes = gathered(ranks, own, {i: shapes[i] for i in own}, torch.device("cpu"))
         for i, whole in wholes.items():  # laid out as the parameter is, as one process has it
             found[i] = torch.empty_like(self._parameters[i], requires_grad=False).copy_(whole)
         return found
