@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import gigagrad as gg
 from gigagrad.boxes import Box, tiles
 from gigagrad.errors import BudgetError, ModelError
-from gigagrad.execution.sinks import Handed, OutputField, Pieces, Pyramid, Several, Sink, WholeTensor, assemble
+from gigagrad.execution.sinks import OutputField, Pieces, Pyramid, Several, Sink, WholeTensor, assemble
 from gigagrad.images import open_image
 from tests.devices.fake import FakeCpu
 
@@ -84,7 +84,7 @@ def test_a_sink_that_holds_much_makes_smaller_tiles_or_is_refused(pair: tuple[Te
         gg.compile(Both(), device=FakeCpu(), memory=700 * MIB, tile=(500, 500)).forward(pair, out=Hoard())
 
 
-@pytest.mark.parametrize("sink", [Handed(), WholeTensor(torch.float32), Pyramid(Path("x.tif"))])
+@pytest.mark.parametrize("sink", [WholeTensor(torch.float32), Pyramid(Path("x.tif"))])
 def test_lower_rows_hold_no_more(sink: Sink) -> None:
     held = [sink.held_bytes(height, (1, 3, *SIZE)) for height in (1, 100, 700, 5000)]
     assert held == sorted(held)
@@ -117,10 +117,10 @@ class Noting(Sink):
 
 def test_several_sinks_take_one_sweep(pair: tuple[Tensor, Tensor], tmp_path: Path) -> None:
     engine, noting = gg.compile(Both(), tile=(300, 200)), Noting()
-    sinks = (WholeTensor(torch.float32), Pyramid(tmp_path / "both.tif"), noting, Handed())
+    sinks = (WholeTensor(torch.float32), Pyramid(tmp_path / "both.tif"), noting)
     several = Several(sinks)
     assert several.held_bytes(100, (1, 3, *SIZE)) == sum(sink.held_bytes(100, (1, 3, *SIZE)) for sink in sinks)
-    whole, path, count, _ = engine.forward(pair, out=several)
+    whole, path, count = engine.forward(pair, out=several)
     assert (count, len(set(noting.boxes))) == (15, 15)
     with open_image(path) as found:
         assert np.array_equal(found.read(Box.whole(*SIZE)), whole[0])
@@ -153,14 +153,9 @@ def test_a_run_that_ends_early_ends_its_sinks(tmp_path: Path, error: BaseExcepti
 
 
 def test_an_error_of_the_sink_ends_the_run(pair: tuple[Tensor, Tensor]) -> None:
-    class Full(Handed):
-        def take(self, pieces: Pieces, field: OutputField) -> Iterator[None]:  # type: ignore[override]
-            next(iter(pieces))
-            raise OSError("full")
-
     engine = gg.compile(Both(), tile=(300, 200))
     with pytest.raises(OSError, match="full"):
-        engine.forward(pair, out=Full())
+        engine.forward(pair, out=Noting(fails_at=1))
     assert engine.forward(pair).shape == (1, 3, *SIZE)
 
 

@@ -15,7 +15,6 @@ from gigagrad.cli import main
 from gigagrad.config.predict import PredictConfig
 from gigagrad.errors import BudgetError, ConfigError, GigagradError, ImageError, ModelError, WriteError
 from gigagrad.events import Event, TileDone
-from gigagrad.execution.sinks import Handed
 from gigagrad.images import open_image
 from gigagrad.images.views import ArrayImage
 from gigagrad.models import load, resolve, save_model
@@ -188,17 +187,17 @@ def test_memory_chooses_tiles(small, monkeypatch):
     with pytest.raises(BudgetError, match="does not fit"):
         exported.forward(ArrayImage(image_of(300, 300)))
     monkeypatch.setattr(exported, "_device", SimpleNamespace(held_bytes=lambda: 1000, free_bytes=lambda: 10**10))
-    tiles = []
+    tiles, nothing_held = [], SimpleNamespace(held_bytes=lambda tile_height, shape: 0)
     for pixels in (2000, 20_000, None):
         exported._budget_bytes = None if pixels is None else 1000 + pixels * round(exported.network.bytes_per_pixel)
-        tiles.append(exported._tile(Handed(), (1, 2, 3001, 3001)))
+        tiles.append(exported._tile(nothing_held, (1, 2, 3001, 3001)))
     assert tiles[0] < tiles[1] < tiles[2]
     for height, width in tiles:
         assert height == width
         assert height % 4 == 0
         assert -(-3001 // height) * height - 3001 < height
     assert tiles[2][0] * -(-3001 // tiles[2][0]) - 3001 < 100  # about one size
-    assert exported._tile(Handed(), (1, 2, 50, 51)) == (52, 52)
+    assert exported._tile(nothing_held, (1, 2, 50, 51)) == (52, 52)
 
 
 @pytest.mark.parametrize(

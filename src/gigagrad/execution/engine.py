@@ -32,7 +32,7 @@ from gigagrad.execution.rounding_error import average_in
 from gigagrad.execution.run import Run
 from gigagrad.execution.scalars import Values
 from gigagrad.execution.seeds import drawing, draws_of, seed_values
-from gigagrad.execution.sinks import Handed, Sink
+from gigagrad.execution.sinks import Sink
 from gigagrad.execution.sources import Source, Sources, opened_sources
 from gigagrad.execution.tracebacks import lets_go, stream_lets_go
 from gigagrad.execution.whole import NotAtOnce, WholeRun, filling, hooks_called
@@ -307,7 +307,7 @@ class Engine:
             return
         self._one_process("stream")
         with opened_sources(self._composite, image, None) as sources:
-            yield from self._predictions.pieces(sources, Handed())
+            yield from self._predictions.pieces(sources)
 
     @lets_go
     def at(self, image: Any, *, at_once: bool = False) -> PredictedImage:

@@ -31,7 +31,7 @@ from gigagrad.execution.drawn import draws_by_call
 from gigagrad.execution.model_state import OptimizerState
 from gigagrad.execution.prepared import PlanKey, Prepared, plan_key, read_plan_key, suits
 from gigagrad.execution.seeds import drawing
-from gigagrad.execution.sinks import Handed, Sink
+from gigagrad.execution.sinks import Sink
 from gigagrad.execution.sources import Source, reading_of
 from gigagrad.execution.tile_program import TilePrograms
 from gigagrad.execution.trial import faster_layout, timed_passes
@@ -115,7 +115,7 @@ class Planner:
         made by the first for the least that any of them has. Raises as `Engine.plan`; ConfigError where ranks were
         given different things to compute: from other weights and images, too, if their `content` is to be compared.
         """
-        key = backward, graph, sink.kind if sink is not None else Handed.kind, _handed(graph, sink, backward=backward)
+        key = backward, graph, None if sink is None else sink.kind, _handed(graph, sink, backward=backward)
         planned = self._planned.get(key)
         known = None if planned is None or self._may_have_grown(planned) else _digest(plan_key(planned.plan))
         told = self._agreement.all_gather_object(known, graph, sources, backward=backward, content=content)
@@ -134,7 +134,7 @@ class Planner:
         """Return the graph with a plan for boxes of a prediction that are read one by one: it keeps no fields, and its
         tiles are not larger than what somebody may look at. Raises as `Engine.plan`.
         """
-        problem, layout = self.problem(graph, sources, Handed(), backward=False), _usual_layout(graph, self._device)
+        problem, layout = self.problem(graph, sources, None, backward=False), _usual_layout(graph, self._device)
         tiles = (self._tile,) if self._tile else None
         with self._events.preparing("plan") as tried:
             plan = make_plan(problem, memory_format=layout, tiles=tiles, kept={}, tried=tried)
@@ -225,9 +225,9 @@ class Planner:
             free_bytes=device.free_bytes() if self._budget_bytes is None else None,
             reading=reading_of(sources, device, machine.threads),
         )
-        return self._placed(problem, sources, sink)
+        return self._placed(problem, sources, in_pieces=_comes_in_pieces(graph, sink, backward=backward))
 
-    def _placed(self, problem: Problem, sources: dict[str, Source], sink: Sink | None) -> Problem:
+    def _placed(self, problem: Problem, sources: dict[str, Source], *, in_pieces: bool) -> Problem:
         """Return the problem of a run whose images the device holds, where it has room for them: that of a step that it
         records, or of a field that comes in pieces.
         """
@@ -238,7 +238,7 @@ class Planner:
         if problem.room_bytes is not None and nbytes > _IMAGES_SHARE * problem.room_bytes:
             return problem
         placed = dataclasses.replace(problem, image_bytes=nbytes, unplaced=problem)
-        if sink is not None:
+        if in_pieces:
             return placed
         machine = problem.machine.replaying()
         return dataclasses.replace(placed, is_recorded=True, machine=machine, tiers=problem.tiers[:1], rooms={})
@@ -248,8 +248,7 @@ class Planner:
         pieces come from tiles, the model must be where it is computed, and what it draws at random has to be what it
         draws in tiles, which compiled code cannot be told.
         """
-        delivers_image = graph[graph.output].is_field and not backward
-        if self.in_tiles or self._ranks.count > 1 or sink is not None or delivers_image:
+        if self.in_tiles or self._ranks.count > 1 or _comes_in_pieces(graph, sink, backward=backward):
             return None
         cost = graph.whole.get(backward)
         if drawing(graph) and (cost is None or self._composite.is_compiled or draws_by_call(graph, cost.draws) is None):
@@ -409,6 +408,11 @@ def _most_compiled(told: Sequence[tuple[bool, int, int]], own: Callable[[int], i
         return own
     _, of_one, of_most = map(max, zip(*told, strict=True))
     return lambda count: min(count * of_one, of_most)
+
+
+def _comes_in_pieces(graph: Graph, sink: Sink | None, *, backward: bool) -> bool:
+    """Say whether a run delivers a field tile by tile: to a sink, or without one to whoever asked."""
+    return sink is not None or (graph[graph.output].is_field and not backward)
 
 
 def _handed(graph: Graph, sink: Sink | None, *, backward: bool) -> int | None:

@@ -26,7 +26,7 @@ from gigagrad.execution.needed import Within
 from gigagrad.execution.planner import Planner
 from gigagrad.execution.prepared import Prepared
 from gigagrad.execution.run import Run
-from gigagrad.execution.sinks import Handed, OutputField, Pyramid, Sink, WholeTensor
+from gigagrad.execution.sinks import OutputField, Pyramid, Sink, WholeTensor
 from gigagrad.execution.sources import Source, opened_sources, placed
 from gigagrad.graphs import Captured, Graph, LossModule, Node
 from gigagrad.images import Image
@@ -83,9 +83,9 @@ class Predictions:
             pieces.close()  # the traceback of an error may keep it
 
     def pieces(
-        self, sources: dict[str, Source], sink: Sink, phase: str = "forward", within: Within | None = None
+        self, sources: dict[str, Source], sink: Sink | None = None, phase: str = "forward", within: Within | None = None
     ) -> Generator[tuple[Box, torch.Tensor], None, None]:
-        """Yield a field as it is computed, planned with what the sink holds of it."""
+        """Yield a field as it is computed, planned with what the sink that takes it holds of it, if there is one."""
         backward = phase == "backward"
         with self.measured(phase, sources, sink) as (prepared, captured, _):
             if not backward and not delivers_image(prepared.graph):
@@ -113,7 +113,7 @@ class Predictions:
             if at_once:
                 prepared = self.planner.prepare_boxes(captured.graph, sources)
             else:
-                prepared = self.planner.prepare(captured.graph, sources, Handed(), backward=False)
+                prepared = self.planner.prepare(captured.graph, sources, None, backward=False)
             stored, draws = stored_in(self.composite, prepared.graph), self.draws(prepared)
             # Whoever reads boxes does other things, too, for which the plan has no bytes: giving back memory for each
             # tile on their account takes as long as computing it.

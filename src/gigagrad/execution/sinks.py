@@ -55,18 +55,6 @@ class Sink(ABC):
         """Take everything, to the end; what is returned is `forward`'s result."""
 
 
-class Handed(Sink):
-    """Gives whoever asked the crops, one at a time; they do with them what they like."""
-
-    kind = "crops"
-
-    def held_bytes(self, tile_height: int, shape: tuple[int, ...]) -> int:
-        return 0
-
-    def take(self, pieces: Pieces, field: OutputField) -> Pieces:
-        return pieces
-
-
 class WholeTensor(Sink):
     """One tensor `(1, C, H, W)` on the device."""
 
