@@ -56,7 +56,7 @@ def outcome(run: RankRun, ranks: Ranks, journal: Path | None = None) -> tuple[st
     with opened_sources(engine._composite, run.image, run.target) as sources:
         stored = stored_in(engine._composite, prepared.graph)
         draws = draws_of(0, None, ranks, drawn=bool(drawing(prepared.graph)))
-        options: dict[str, Any] = {"backward": True, "draws": draws, "ranks": ranks, "journal": journal}
+        options: dict[str, Any] = {"draws": draws, "ranks": ranks, "journal": journal}
         with Run(prepared, sources, stored, engine.events, **options) as step:
             step.run()
     found = [step.output]

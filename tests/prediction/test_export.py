@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -187,7 +188,8 @@ def test_memory_chooses_tiles(small, monkeypatch):
     with pytest.raises(BudgetError, match="does not fit"):
         exported.forward(ArrayImage(image_of(300, 300)))
     monkeypatch.setattr(exported, "_device", SimpleNamespace(held_bytes=lambda: 1000, free_bytes=lambda: 10**10))
-    tiles, nothing_held = [], SimpleNamespace(held_bytes=lambda tile_height, shape: 0)
+    tiles: list[tuple[int, int]] = []
+    nothing_held: Any = SimpleNamespace(held_bytes=lambda tile_height, shape: 0)
     for pixels in (2000, 20_000, None):
         exported._budget_bytes = None if pixels is None else 1000 + pixels * round(exported.network.bytes_per_pixel)
         tiles.append(exported._tile(nothing_held, (1, 2, 3001, 3001)))

@@ -392,14 +392,11 @@ class Engine:
         with self._measured(phase, sources) as (prepared, captured, more):
             draws = self._draws(prepared)
             if prepared.plan.whole:
-                backward = phase == "backward"
-                whole = WholeRun(
-                    prepared, sources, self._composite, self.events, filled, backward=backward, draws=draws
-                )
+                whole = WholeRun(prepared, sources, self._composite, self.events, filled, draws)
                 self._run_whole(whole, prepared, captured)
                 return whole, prepared.graph
             computed = self._replayed if prepared.may_be_recorded else self._in_tiles
-            run = computed(phase, prepared, draws, sources)
+            run = computed(prepared, draws, sources)
             self._planner.finished(prepared, run.pass_seconds)
             gradients = {prepared.graph[i].arguments["name"]: g for i, g in run.gradients.items()}
             more["gradient_error"] = average_in(self._squared_errors, run.rounding_errors, gradients)
@@ -411,23 +408,19 @@ class Engine:
             self.leave_again = leaving_again(self._composite, captured, run.values, overwritten=replayed)
         return run, prepared.graph
 
-    def _in_tiles(
-        self, phase: str, prepared: Prepared, draws: int, sources: Sources, seeds: Values | None = None
-    ) -> Run:
+    def _in_tiles(self, prepared: Prepared, draws: int, sources: Sources, seeds: Values | None = None) -> Run:
         for overflows in range(self.overflows, MOST_OVERFLOWS + 1):
             try:
-                stored, backward = stored_in(self._composite, prepared.graph), phase == "backward"
                 run = Run(
                     prepared,
                     sources,
-                    stored,
+                    stored_in(self._composite, prepared.graph),
                     self.events,
-                    backward=backward,
                     overflows=overflows,
                     draws=draws,
                     seeds=seeds,
                     ranks=self.ranks,
-                    journal=self._journal if backward else None,
+                    journal=self._journal if prepared.problem.backward else None,
                 )
                 with run, closing(run):
                     run.run()
@@ -442,7 +435,7 @@ class Engine:
             self.overflows = overflows
         return run
 
-    def _replayed(self, phase: str, prepared: Prepared, draws: int, sources: Sources) -> Run | RecordedRun:
+    def _replayed(self, prepared: Prepared, draws: int, sources: Sources) -> Run | RecordedRun:
         """Replay the step, or compute it as one that is going to be replayed."""
         step = self._steps.get(prepared)
         if step is None:
@@ -450,7 +443,8 @@ class Engine:
             self._steps[prepared] = step
         composite, graph = self._composite, prepared.graph
         tensors = (*composite.named_tensors().values(), *graph.closed.values())
-        compute = partial(self._in_tiles, phase, prepared, draws)
+        compute = partial(self._in_tiles, prepared, draws)
+        phase = "backward" if prepared.problem.backward else "forward"
         self.events.emit(whole_begun(prepared.plan, phase))
         run = step.run(graph, sources, seed_values(graph, draws), tensors, compute)
         if isinstance(run, RecordedRun):

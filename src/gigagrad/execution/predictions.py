@@ -86,13 +86,12 @@ class Predictions:
         self, sources: dict[str, Source], sink: Sink | None = None, phase: str = "forward", within: Within | None = None
     ) -> Generator[tuple[Box, torch.Tensor], None, None]:
         """Yield a field as it is computed, planned with what the sink that takes it holds of it, if there is one."""
-        backward = phase == "backward"
         with self.measured(phase, sources, sink) as (prepared, captured, _):
-            if not backward and not delivers_image(prepared.graph):
+            if not prepared.problem.backward and not delivers_image(prepared.graph):
                 raise ConfigError("stream needs a model whose output is an image")
             stored, draws = stored_in(self.composite, prepared.graph), self.draws(prepared)
             read = placed(sources, self.device) if prepared.places_images else sources
-            run = Run(prepared, read, stored, self.events, backward=backward, draws=draws, within=within)
+            run = Run(prepared, read, stored, self.events, draws=draws, within=within)
             with run, closing(run):
                 delivered = False
                 for piece in run.stream():
@@ -119,7 +118,7 @@ class Predictions:
             # tile on their account takes as long as computing it.
             plan = prepared.plan
             peak = plan.budget_bytes or plan.predicted_peak_bytes + (self.device.free_bytes() or 0)
-            run = Run(prepared, sources, stored, self.events, backward=False, draws=draws, peak_bytes=peak)
+            run = Run(prepared, sources, stored, self.events, draws=draws, peak_bytes=peak)
             held.enter_context(run)
             node = prepared.graph[prepared.graph.output]
             seen = _image_of_its_size(node, sources)

@@ -60,7 +60,6 @@ class Run:
         stored: Callable[[str], torch.Tensor],
         events: Events,
         *,
-        backward: bool,
         overflows: int = 0,
         draws: int = 0,
         seeds: Values | None = None,
@@ -83,7 +82,14 @@ class Run:
         self._comm = Comm(prepared, ranks)
         share = self._comm.share
         self._scalars = ScalarGraph(
-            prepared.graph, kept, device, backward=backward, overflows=overflows, draws=draws, seeds=seeds, share=share
+            prepared.graph,
+            kept,
+            device,
+            backward=prepared.problem.backward,
+            overflows=overflows,
+            draws=draws,
+            seeds=seeds,
+            share=share,
         )
         self._buffers = Buffers(prepared, sources, self._scalars, ranks.index, draws)
         # They live from pass to pass: what a new thread's first operators set up takes longer than a small tile.

@@ -57,15 +57,13 @@ class WholeRun:
         composite: LossModule,
         events: Events,
         filled: list[torch.Tensor],
-        *,
-        backward: bool,
         draws: int,
     ) -> None:
         """Prepare a run; leaves whose empty `.grad` autograd fills are added to `filled` before it does. `draws`: what
         random operators draw from.
         """
         self._prepared, self._sources, self._composite, self._events = prepared, sources, composite, events
-        self._backward, self._draws = backward, draws
+        self._backward, self._draws = prepared.problem.backward, draws
         self._filled = filled
         self.outputs: Any = None
         """The value that the loss or the model returned, detached."""
