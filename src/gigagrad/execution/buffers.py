@@ -51,6 +51,8 @@ class Buffers:
         self._open: dict[str, OpenTier] = {}
         streams, device = prepared.device.streams(), prepared.device.torch_device
         self._staging = None if streams is None else Staging(streams, device, prepared.plan.readers)
+        # They live from pass to pass: what a new thread's first operators set up takes longer than a small tile.
+        self._readers = SideThreads(prepared.plan.readers, "gigagrad-read")
 
     def open(self) -> None:
         """Open the tiers. Raises StoreError if one has no room for what the plan keeps there."""
@@ -60,12 +62,13 @@ class Buffers:
                 self._open[tier.name] = tier.open(plan.bytes_in(tier.name), problem.machine)
 
     def close(self) -> None:
-        """Remove the files; what is in memory stays."""
+        """End the threads and remove the files; what is in memory stays."""
         with ExitStack() as stack:  # goes on past errors
             for tier in self._open.values():
                 stack.callback(tier.close)
-            if self._staging is not None:  # first: it writes to them
+            if self._staging is not None:  # it writes to them
                 stack.callback(self._staging.close)
+            stack.callback(self._readers.shutdown, cancel=True)
 
     def forget(self) -> None:
         """Give back what is in memory too: there will be no results. After `close`."""
@@ -195,13 +198,11 @@ class Buffers:
                         stored[i] = ready(self.kept[i].read(box))
         return TileInputs(crops, cotangents, stored)
 
-    def read_ahead(
-        self, tiles: Iterable[Item], read: Callable[[Item], Inputs], pool: SideThreads
-    ) -> Iterator[tuple[Item, Inputs]]:
-        """Yield `(tile, read(tile))` for every tile in order; the pool reads the next ones meanwhile."""
+    def read_ahead(self, tiles: Iterable[Item], read: Callable[[Item], Inputs]) -> Iterator[tuple[Item, Inputs]]:
+        """Yield `(tile, read(tile))` for every tile in order; threads read the next ones meanwhile."""
         if self._staging is None:
-            return read_ahead(tiles, read, pool)
-        return self._staging.read_ahead(tiles, read, pool, lambda found: found[0].tensors)
+            return read_ahead(tiles, read, self._readers)
+        return self._staging.read_ahead(tiles, read, self._readers, lambda found: found[0].tensors)
 
     def wait_for(self, segment: Segment, *, backward: bool) -> bool:
         """Say whether reading the inputs of a tile takes the time of whoever asks: on a GPU only what comes from

@@ -18,20 +18,7 @@ _PRIOR = 0.1
 """The share of a step's tiles that the plan's own seconds stand for."""
 
 
-class Probe:
-    """Is told in the thread that runs the step."""
-
-    def pass_begins(self, index: int, fresh_bytes: int) -> None:
-        """Begin one of the plan's passes; its buffers, taken next, add `fresh_bytes` to the memory of tiles."""
-
-    def tile_begins(self, phase: str, segment: Segment, tile: TileGeometry) -> None:
-        """Hand a tile to whoever computes it."""
-
-    def tile_done(self, phase: str) -> None:
-        """Count a tile whose results are where they belong."""
-
-
-class Progress(Probe):
+class Progress:
     """Tells listeners of every tile that is computed, and what is left of the step: what the passes took the last time,
     else the plan's seconds, scaled to what the tiles took so far. What was foretold counts as much as a tenth of the
     step would, for its beginning is not typical of it (docs/decisions/0012-time-model.md).
@@ -59,16 +46,18 @@ class Progress(Probe):
         """Seconds that each pass took, asked at the end of the last one."""
         return tuple(end - start for start, end in pairwise([*self._passes_began, time.perf_counter()]))
 
-    def pass_begins(self, index: int, fresh_bytes: int) -> None:
+    def begin_pass(self, index: int) -> None:
         self._passes_began.append(time.perf_counter())
         self._of_tile = self._of_tiles[index]
 
     def tile_begins(self, phase: str, segment: Segment, tile: TileGeometry) -> None:
+        """Tell that a tile is handed to whoever computes it."""
         place = partial(place_of, self._prepared, segment, tile)
         count = len(self._plan.segments)
         self._events.emit(TileBegun(phase, segment.index, count, self._done, self._tile_count, place))
 
     def tile_done(self, phase: str) -> None:
+        """Count a tile whose results are where they belong."""
         self._done += 1
         self._over += self._of_tile
         foretold, gone = self._foretold_seconds, time.perf_counter() - self._began
@@ -77,26 +66,27 @@ class Progress(Probe):
         self._events.emit(TileDone(phase, self._done, self._tile_count, left))
 
 
-class Memory(Probe):
+class Memory:
     """Makes room for what a pass takes, and computes fewer tiles at a time where another one might not fit."""
 
-    def __init__(self, prepared: Prepared, watch: MemoryGuard, executor: Executor, events: Events) -> None:
-        self._prepared, self._watch, self._executor, self._events = prepared, watch, executor, events
+    def __init__(self, prepared: Prepared, guard: MemoryGuard, executor: Executor, events: Events) -> None:
+        self._prepared, self.guard, self.executor, self._events = prepared, guard, executor, events
         self._tile_bytes = 0
 
-    def pass_begins(self, index: int, fresh_bytes: int) -> None:
+    def begin_pass(self, index: int, fresh_bytes: int) -> None:
+        """Begin one of the plan's passes; its buffers, taken next, add `fresh_bytes` to the memory of tiles."""
         prepared, plan = self._prepared, self._prepared.plan
         step = plan.passes[index]
         planned = plan.segments[step.segment]
         self._tile_bytes = planned.tile_peak_bytes
-        self._watch.begin_pass(plan.workers * self._tile_bytes, planned.beside_bytes, planned.largest_block_bytes)
-        self._executor.let_go()
+        self.guard.begin_pass(plan.workers * self._tile_bytes, planned.beside_bytes, planned.largest_block_bytes)
+        self.executor.let_go()
         sums = 0 if step.phase == "forward" else prepared.bound(step.segment).sum_bytes
-        self._watch.reserve(sums + fresh_bytes)
+        self.guard.reserve(sums + fresh_bytes)
 
-    def tile_done(self, phase: str) -> None:
-        executor = self._executor
-        if executor.at_a_time > 1 and self._watch.is_short(self._tile_bytes, executor.at_a_time):
+    def tile_done(self) -> None:
+        executor = self.executor
+        if executor.at_a_time > 1 and self.guard.is_short(self._tile_bytes, executor.at_a_time):
             executor.hold_one()
             told = (
                 "the process holds more than was planned; to stay within the budget, fewer tiles are computed at a time"

@@ -40,7 +40,7 @@ from gigagrad.plans.program import Allocate, Buffer, Exchange, Gather, Release, 
 from gigagrad.plans.segments import Cotangents, differentiable_reductions, last_cotangents
 from gigagrad.ranks import Ranks, SingleRank
 from gigagrad.stores import Quantised
-from gigagrad.threads import SideThreads, uninterrupted
+from gigagrad.threads import uninterrupted
 
 _LARGE_BYTES = 16 * 2**20
 """Whole fields from this size on take longer than freed memory takes to be given back and taken again."""
@@ -92,26 +92,20 @@ class Run:
             share=share,
         )
         self._buffers = Buffers(prepared, sources, self._scalars, ranks.index, draws)
-        # They live from pass to pass: what a new thread's first operators set up takes longer than a small tile.
-        self._readers = SideThreads(plan.readers, "gigagrad-read")
-        self._executor = Executor(plan.workers, plan.threads)
         _put_what_is_known(self._scalars, prepared, sources, stored)
         place = None if journal is None else journal / key_of(prepared, self._scalars, draws, overflows)
         self.journal, self._first = Journal(place), ranks.index == 0
-        self._watch = device.memory_guard(peak_bytes or plan.predicted_peak_bytes, plan.budget_bytes)
-        memory = Memory(prepared, self._watch, self._executor, events)
+        guard = device.memory_guard(peak_bytes or plan.predicted_peak_bytes, plan.budget_bytes)
+        self._memory = Memory(prepared, guard, Executor(plan.workers, plan.threads), events)
         needed = None if within is None else needed_tiles(prepared, within)
         self._progress = Progress(prepared, events, needed)
-        self._probes = (memory, self._progress)
         self._tile_loops = TileLoops(
             prepared,
             self._buffers,
             self._scalars,
             self._comm,
-            self._executor,
-            self._readers,
-            self._watch,
-            self._probes,
+            self._memory,
+            self._progress,
             self.journal,
             within,
             needed,
@@ -157,10 +151,9 @@ class Run:
 
     def _close(self) -> None:
         with self._closing, ExitStack() as stack:  # goes on past errors, the last one first
-            stack.callback(self._watch.close, keeps=self._keeps)
+            stack.callback(self._memory.guard.close, keeps=self._keeps)
             stack.callback(self._buffers.close)
-            stack.callback(self._executor.close)
-            stack.callback(self._readers.shutdown, cancel=True)
+            stack.callback(self._memory.executor.close)
             self._tile_loops.close()
 
     def run(self) -> None:
@@ -221,9 +214,8 @@ class Run:
 
     def _begin(self, buffers: tuple[Buffer, ...]) -> None:
         """Begin the next pass, which takes these buffers."""
-        fresh_bytes = self._buffers.fresh_bytes(buffers)
-        for probe in self._probes:
-            probe.pass_begins(self._index, fresh_bytes)
+        self._memory.begin_pass(self._index, self._buffers.fresh_bytes(buffers))
+        self._progress.begin_pass(self._index)
         self._buffers.allocate(buffers)
         self.journal.begin(self._index)
         self._index += 1
@@ -318,7 +310,7 @@ class Run:
         """Run the scalars backward; the gradients of what whole-field operators read are new, all at once."""
         if self._makes_room:  # what tiles left lies under the peak
             self._prepared.device.trim()
-        self._watch.reserve(self._scalars.coming_bytes)
+        self._memory.guard.reserve(self._scalars.coming_bytes)
         self._scalars.backward_from(level)
 
     def _settle(self, segment: Segment, cotangents: Values) -> None:

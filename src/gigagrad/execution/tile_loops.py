@@ -15,15 +15,13 @@ from typing import TypeVar
 import torch
 
 from gigagrad.boxes import Box
-from gigagrad.devices import MemoryGuard
 from gigagrad.execution.buffers import Buffers
 from gigagrad.execution.comm import Comm, PassResult
-from gigagrad.execution.executor import Executor
 from gigagrad.execution.gradient_scale import multiplied
 from gigagrad.execution.journal import ChunkRecord, Entry, Journal, first_reached, written
 from gigagrad.execution.needed import Needed, Within
 from gigagrad.execution.prepared import Prepared
-from gigagrad.execution.probes import Probe
+from gigagrad.execution.probes import Memory, Progress
 from gigagrad.execution.rounding_error import RoundingErrors, Watch, error_gains
 from gigagrad.execution.scalars import ScalarGraph, Values
 from gigagrad.execution.tile_program import Activations, PassContext, TileInputs
@@ -32,7 +30,6 @@ from gigagrad.plans import Chunks, Segment, TileGeometry, Tiles, estimate
 from gigagrad.plans.plan import amount_of
 from gigagrad.plans.saving import is_saved
 from gigagrad.stores import Quantised
-from gigagrad.threads import SideThreads
 
 Result = TypeVar("Result")
 Piece = tuple[Box, torch.Tensor]
@@ -49,18 +46,15 @@ class TileLoops:
         buffers: Buffers,
         scalars: ScalarGraph,
         comm: Comm,
-        executor: Executor,
-        readers: SideThreads,
-        watch: MemoryGuard,
-        probes: tuple[Probe, ...],
+        memory: Memory,
+        progress: Progress,
         journal: Journal,
         within: Within | None,
         needed: Needed | None,
     ) -> None:
         self._prepared, self._graph = prepared, prepared.graph
         self._buffers, self._scalars, self._comm = buffers, scalars, comm
-        self._executor, self._readers, self._watch, self._probes = executor, readers, watch, probes
-        self._journal = journal
+        self._memory, self._progress, self._journal = memory, progress, journal
         self._within, self._needed = within, needed
         roundings = buffers.roundings.items()
         self._quantised = frozenset(i for i, rounding in roundings if isinstance(rounding, Quantised))
@@ -135,12 +129,12 @@ class TileLoops:
             return tile.wanted(output), shares[output]
 
         def read_for(tile: TileGeometry) -> tuple[TileGeometry, TileInputs]:
-            self._begin("forward", segment, tile)
+            self._progress.tile_begins("forward", segment, tile)
             return tile, self._buffers.inputs(segment, tile, backward=False)
 
         read = map(read_for, tiles)
-        with self._watch.computing_tiles():
-            yield from self._executor.in_order(read, work)
+        with self._memory.guard.computing_tiles():
+            yield from self._memory.executor.in_order(read, work)
 
     def gradients(self, step: Tiles, cotangents: Values) -> Generator[Piece, None, PassResult]:
         """Compute the vector-Jacobian products of all tiles: sums for global values; the cotangents of fields that the
@@ -243,7 +237,7 @@ class TileLoops:
 
     def _context(self, segment: Segment) -> PassContext:
         roundings = {i: self._buffers.roundings[i] for i in segment.kept if i in self._buffers.roundings}
-        announce = partial(self._watch.reserve, for_tile=True) if self._prepared.device.is_host else None
+        announce = partial(self._memory.guard.reserve, for_tile=True) if self._prepared.device.is_host else None
         return PassContext(self._prepared.layout, roundings, announce)
 
     def _boundary(self, segment: Segment) -> Values:
@@ -292,7 +286,7 @@ class TileLoops:
         self, segment: Segment, chunks: Chunks, chosen: Sequence[int], work: Callable[[Item], Result], *, backward: bool
     ) -> Iterator[Result]:
         """Yield what `work` makes of every tile and what it reads, in the order of the chunks."""
-        watch = self._watch
+        guard = self._memory.guard
         tiles = ((chunk, chunks.tile(position)) for chunk in chosen for position in chunks.tiles(chunk))
         if self._needed is not None:
             parts = self._needed[segment.index]
@@ -310,28 +304,23 @@ class TileLoops:
             (chunk, tile), (inputs, tile_hash) = numbered, found
             self._journal.reads(chunk, tile_hash)
             if self._is_needed(segment, tile):
-                self._begin("backward" if backward else "forward", segment, tile)
+                self._progress.tile_begins("backward" if backward else "forward", segment, tile)
             return chunk, tile, inputs
 
         alone = sum(len(chunks.tiles(chunk)) for chunk in chosen) == 1  # then nothing is computed meanwhile
         at_once = alone or not self._buffers.wait_for(segment, backward=backward)
-        read_ahead = self._buffers.read_ahead
-        ready = ((each, read_for(each)) for each in tiles) if at_once else read_ahead(tiles, read_for, self._readers)
+        ready = ((each, read_for(each)) for each in tiles) if at_once else self._buffers.read_ahead(tiles, read_for)
         read = (in_turn(*each) for each in ready)
 
         def work_and_look(item: Item) -> Result:
             result = work(item)
-            watch.tile_done()
+            guard.tile_done()
             return result
 
-        with watch.computing_tiles():
-            yield from self._executor.in_order(read, work_and_look)
-
-    def _begin(self, phase: str, segment: Segment, tile: TileGeometry) -> None:
-        for probe in self._probes:
-            probe.tile_begins(phase, segment, tile)
+        with guard.computing_tiles():
+            yield from self._memory.executor.in_order(read, work_and_look)
 
     def _tell(self, phase: str, tiles: int = 1) -> None:
         for _ in range(tiles):
-            for probe in self._probes:
-                probe.tile_done(phase)
+            self._memory.tile_done()
+            self._progress.tile_done(phase)
