@@ -13,7 +13,7 @@ from torch import nn
 
 from gigagrad.boxes import Box
 from gigagrad.errors import OperatorError
-from gigagrad.execution.tile_program import PassContext, TilePrograms
+from gigagrad.execution.tile_program import PassContext, SegmentPrograms
 from gigagrad.graphs import Call, InputSpec, capture
 from gigagrad.plans import Grid, split_segments
 from gigagrad.plans.memory import workspace_bytes
@@ -52,7 +52,7 @@ def test_a_tile_is_the_crop_of_the_whole(case, tile, data):
     source = graph.source("image").id
     box = geometry.box(source)
     crops = {source: image[..., box.y0 : box.y1, box.x0 : box.x1]}
-    programs = TilePrograms(graph, torch.device("cpu")).of(segment)
+    programs = SegmentPrograms(graph, segment, torch.device("cpu"))
     with torch.no_grad():
         shares = programs.at(geometry).run(geometry, crops, values)
     assert crops == {}, "the images' crops are handed over, so that they can be freed"
@@ -76,7 +76,7 @@ def test_a_target_coarser_than_the_grid_is_shared_out_once():
     )
     (segment,) = split_segments(graph)
     grid = Grid(graph, segment, (5, 5))
-    programs = TilePrograms(graph, torch.device("cpu")).of(segment)
+    programs = SegmentPrograms(graph, segment, torch.device("cpu"))
     source, totals, empty = graph.source("image").id, dict.fromkeys(segment.reductions, 0.0), 0
     for tile_id in range(len(grid)):
         geometry = grid[tile_id]
@@ -98,7 +98,7 @@ def test_a_tile_reads_no_more_than_it_says(case):
     source = graph.source("image").id
     box = geometry.box(source)
     assert box != Box.whole(*SIZE)
-    programs = TilePrograms(graph, torch.device("cpu")).of(segment)
+    programs = SegmentPrograms(graph, segment, torch.device("cpu"))
     with torch.no_grad(), pytest.raises((OperatorError, AssertionError)):
         programs.at(geometry).run(geometry, {source: image[..., box.y0 : box.y1 - 1, box.x0 : box.x1]}, values)
 
@@ -109,7 +109,7 @@ def test_tiles_that_are_alike_share_a_program():
     graph = capture(net, None, InputSpec((1, 1, 96, 128), torch.float32, field=True), None)
     (segment,) = split_segments(graph)
     grid = Grid(graph, segment, (8, 8))
-    programs = TilePrograms(graph, torch.device("cpu")).of(segment)
+    programs = SegmentPrograms(graph, segment, torch.device("cpu"))
     found = {programs.at(grid[index]) for index in range(len(grid))}
     assert (len(grid), len(found)) == (12 * 16, 9)
     assert programs.at(Grid(graph, segment, (8, 8))[40]) in found, "another grid of the same tiles"
@@ -134,7 +134,7 @@ def test_large_blocks_are_announced_before_they_are_taken():
     (segment,) = split_segments(graph)
     geometry = Grid(graph, segment, size)[0]
     told: list[Any] = []
-    program = TilePrograms(graph, torch.device("cpu")).of(segment).at(geometry)
+    program = SegmentPrograms(graph, segment, torch.device("cpu")).at(geometry)
     context = PassContext(make_room=told.append)
     values = {i: torch.rand(graph[i].shape).requires_grad_() for i in segment.globals}
     crops = {i: torch.rand(graph[i].shape) for i in segment.reads}

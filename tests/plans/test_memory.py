@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 from gigagrad.allowances import whole_pages
 from gigagrad.devices import device_for
 from gigagrad.execution.scalars import ScalarGraph
-from gigagrad.execution.tile_program import TilePrograms
+from gigagrad.execution.tile_program import SegmentPrograms
 from gigagrad.graphs import GATHER, InputSpec, capture
 from gigagrad.plans import Grid, split_segments
 from gigagrad.plans.memory import (
@@ -69,7 +69,7 @@ class AliveBytes(TorchDispatchMode):
 
 def measured_peak(graph, segment, tile, *, backward: bool) -> int:
     """Runs one tile as the engine does and returns the peak bytes of its tensors, parameters not counted."""
-    program = TilePrograms(graph, torch.device("cpu")).of(segment).at(tile)
+    program = SegmentPrograms(graph, segment, torch.device("cpu")).at(tile)
     boundary = {
         i: torch.rand(graph[i].shape, dtype=graph[i].dtype).requires_grad_(backward and graph[i].differentiable)
         for i in segment.globals
@@ -315,7 +315,7 @@ def test_every_convolution_is_compiled_for_every_shape_of_its_crop(graphs, name,
     for segment in split_segments(graph):
         grid = Grid(graph, segment, tile)
         assert max(grid.shape) <= 24  # more are sampled
-        programs = TilePrograms(graph, torch.device("cpu")).of(segment)
+        programs = SegmentPrograms(graph, segment, torch.device("cpu"))
         boundary = {i: torch.rand(graph[i].shape, dtype=graph[i].dtype) for i in segment.globals}
         with ConvolutionShapes() as shapes, torch.no_grad():
             for index in range(len(grid)):

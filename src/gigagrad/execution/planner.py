@@ -33,7 +33,6 @@ from gigagrad.execution.prepared import PlanKey, Prepared, plan_key, read_plan_k
 from gigagrad.execution.seeds import drawing
 from gigagrad.execution.sinks import Sink
 from gigagrad.execution.sources import Source, reading_of
-from gigagrad.execution.tile_program import TilePrograms
 from gigagrad.execution.trial import faster_layout, timed_passes
 from gigagrad.graphs import Call, Graph, LossModule, WholeCost, lookup
 from gigagrad.plans import Amount, Plan, Problem, estimate, make_plan
@@ -311,8 +310,7 @@ class Planner:
 
     def _prepared(self, problem: Problem, plan: Plan, *, ran: bool = False) -> Prepared:
         problem = estimate.problem_of(plan, problem).of(plan.whole_pixels)
-        programs = TilePrograms(problem.graph, self._device.torch_device)
-        prepared = Prepared(plan, self._device, problem, programs, ran=ran)
+        prepared = Prepared(plan, self._device, problem, ran=ran)
         prepared.compiled = _compiled(prepared)
         return prepared
 

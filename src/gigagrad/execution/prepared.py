@@ -11,7 +11,7 @@ import torch
 from gigagrad.boxes import Box
 from gigagrad.devices import Device
 from gigagrad.execution.seeds import SEED, drawing
-from gigagrad.execution.tile_program import SegmentPrograms, TilePrograms
+from gigagrad.execution.tile_program import SegmentPrograms
 from gigagrad.graphs import Graph, Merge, merge_of
 from gigagrad.graphs.crops import OnDevices
 from gigagrad.plans import Chunks, Grid, Plan, Problem, Segment, estimate, split_segments
@@ -54,7 +54,6 @@ class Prepared:
     plan: Plan
     device: Device
     problem: Problem
-    programs: TilePrograms
     compiled: int = 0
     """The number of kernels that its convolutions are compiled to."""
     ran: bool = False
@@ -64,6 +63,7 @@ class Prepared:
     windows: dict[tuple[int, bool, int], list[tuple[Box, FieldSpec]]] = field(init=False, default_factory=dict)
     """Windows that ranks hold of buffers, by node, whether of cotangents, and rank."""
     _passes: dict[int, Pass] = field(init=False, default_factory=dict)
+    _programs: dict[Segment, SegmentPrograms] = field(default_factory=dict)
     _constants: dict[str, OnDevices] = field(default_factory=dict)
 
     @property
@@ -109,6 +109,14 @@ class Prepared:
             self._chunks[key] = chunks_of(self.graph, described)
         return self._chunks[key]
 
+    def programs(self, segment: Segment) -> SegmentPrograms:
+        """Return the programs of a segment's tiles, each made when a tile first asks for it."""
+        found = self._programs.get(segment)
+        if found is None:
+            made = SegmentPrograms(self.graph, segment, self.device.torch_device)
+            found = self._programs.setdefault(segment, made)
+        return found
+
     def bound(self, segment: int) -> Pass:
         """Return what passes of a segment need that no run changes."""
         found = self._passes.get(segment)
@@ -127,7 +135,7 @@ class Prepared:
         merges = ((i, merge_of(graph[i])) for i in segment.reductions)
         return Pass(
             segment=segment,
-            programs=self.programs.of(segment),
+            programs=self.programs(segment),
             chunks=self.chunks(index),
             leaves=tuple(leaves),
             reduced=frozenset(graph[i].operands[0] for i in segment.reductions),

@@ -20,7 +20,7 @@ from gigagrad.execution.comm import Comm, PassResult
 from gigagrad.execution.gradient_scale import multiplied
 from gigagrad.execution.journal import ChunkRecord, Entry, Journal, first_reached, written
 from gigagrad.execution.needed import Needed, Within
-from gigagrad.execution.prepared import Prepared
+from gigagrad.execution.prepared import Pass, Prepared
 from gigagrad.execution.probes import Memory, Progress
 from gigagrad.execution.rounding_error import RoundingErrors, Watch, error_gains
 from gigagrad.execution.scalars import ScalarGraph, Values
@@ -72,15 +72,15 @@ class TileLoops:
         """
         bound = self._prepared.bound(step.segment)
         segment, programs = bound.segment, bound.programs
-        context, boundary = self._context(segment), self._boundary(segment)
-        sums_of_chunks = self._comm.new_sums(step)
         fields = [i for i in segment.reads if self._graph[i].differentiable]
+        context = self._context(bound, fields)
+        sums_of_chunks = self._comm.new_sums(step)
 
         def shares_of(tile: TileGeometry, crops: Values) -> Values:
             program = programs.at(tile)
             if tile.id not in saved:
-                return program.run(tile, crops, boundary, context)
-            activations = program.activations(tile, crops, boundary, bound.leaves, fields, context)
+                return program.run(tile, crops, context.globals, context)
+            activations = program.activations(tile, crops, context)
             self._saved[segment.index, tile.id] = activations
             return {i: share.detach() for i, share in activations.shares.items()}
 
@@ -120,12 +120,12 @@ class TileLoops:
         bound = self._prepared.bound(step.segment)
         segment, output = bound.segment, bound.segment.output
         assert output is not None
-        context, boundary = self._context(segment), self._boundary(segment)
+        context = self._context(bound)
 
         def work(item: tuple[TileGeometry, TileInputs]) -> Piece:
             tile, inputs = item
             with torch.no_grad():
-                shares = bound.programs.at(tile).run(tile, inputs.crops, boundary, context)
+                shares = bound.programs.at(tile).run(tile, inputs.crops, context.globals, context)
             return tile.wanted(output), shares[output]
 
         def read_for(tile: TileGeometry) -> tuple[TileGeometry, TileInputs]:
@@ -142,27 +142,24 @@ class TileLoops:
         image's gradient that is handed over.
         """
         bound, merge = self._prepared.bound(step.segment), step.phase == "one pass"
-        segment, programs, leaves = bound.segment, bound.programs, bound.leaves
-        context, boundary = self._context(segment), self._boundary(segment)
+        segment, programs, times = bound.segment, bound.programs, self._scalars.scale.times
         known = {} if merge else {i: self._scalars.values[i].detach() for i in segment.reductions}
         fields = [i for i in segment.reads if i in self._buffers.cotangents]
-        gains = error_gains(self._graph, segment, self._quantised, boundary)
+        cotangents = {i: multiplied(cotangent, times) for i, cotangent in cotangents.items()}
+        context = self._context(bound, fields, cotangents, known)
+        gains = error_gains(self._graph, segment, self._quantised, context.globals)
         handed = self._buffers.handed_in(segment)
         chunks, own = self._comm.own(step)
         if handed is not None:
             chunks = Chunks(chunks.grid, len(chunks), by_rows=True)
         finished = [] if handed is None else chunks.grid.finished_rows(handed)
         overlaps = {i: self._comm.new_overlap(step, chunks, i, self._buffers.cotangents[i]) for i in fields}
-        times = self._scalars.scale.times
-        cotangents = {i: multiplied(cotangent, times) for i, cotangent in cotangents.items()}
 
         def work(item: Item) -> tuple[TileGeometry, Values, Values, Values, Watch]:
             _, tile, inputs = item
             watch = Watch(self._graph, gains)
             saved = self._saved.pop((segment.index, tile.id), None)
-            sums, shares, crops = programs.at(tile).gradients(
-                tile, inputs, boundary, leaves, fields, cotangents, context, watch, known, saved
-            )
+            sums, shares, crops = programs.at(tile).gradients(tile, inputs, context, watch, saved)
             del saved
             return tile, sums, shares, crops, watch
 
@@ -235,16 +232,23 @@ class TileLoops:
         positions = (position for chunk in own for position in chunks.tiles(chunk)) if saved else ()
         return frozenset(chunks.tile(position).id for position in positions if is_saved(position, saved, count))
 
-    def _context(self, segment: Segment) -> PassContext:
-        roundings = {i: self._buffers.roundings[i] for i in segment.kept if i in self._buffers.roundings}
-        announce = partial(self._memory.guard.reserve, for_tile=True) if self._prepared.device.is_host else None
-        return PassContext(self._prepared.layout, roundings, announce)
-
-    def _boundary(self, segment: Segment) -> Values:
-        """Return the globals a segment reads, detached, as kernels read them."""
-        return {i: self._weights[i] if i in self._weights else self._global(i) for i in segment.globals}
+    def _context(
+        self, bound: Pass, fields: Sequence[int] = (), cotangents: Values | None = None, known: Values | None = None
+    ) -> PassContext:
+        segment = bound.segment
+        return PassContext(
+            layout=self._prepared.layout,
+            roundings={i: self._buffers.roundings[i] for i in segment.kept if i in self._buffers.roundings},
+            make_room=partial(self._memory.guard.reserve, for_tile=True) if self._prepared.device.is_host else None,
+            globals={i: self._weights[i] if i in self._weights else self._global(i) for i in segment.globals},
+            leaves=bound.leaves,
+            fields=fields,
+            cotangents=cotangents or {},
+            known=known or {},
+        )
 
     def _global(self, node_id: int) -> torch.Tensor:
+        """Return a global value, detached, as kernels read it."""
         value = self._scalars.values[node_id].detach()
         if value.is_contiguous():  # an expanded view stays one
             value = aligned(value.contiguous(memory_format=self._prepared.layout) if value.ndim == 4 else value)

@@ -75,7 +75,7 @@ class Activations:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PassContext:
-    """Settings that all tiles of a pass have in common and that belong to one run."""
+    """Settings and values that all tiles of a pass have in common and that belong to one run."""
 
     layout: torch.memory_format = torch.contiguous_format
     """The memory format of crops."""
@@ -83,18 +83,16 @@ class PassContext:
     """Roundings of kept fields: all that reads them reads what their stores will give back."""
     make_room: Callable[[int], None] | None = None
     """Called with the bytes of every block before it is taken, but for the smallest."""
-
-
-class TilePrograms:
-    """The programs of a graph's segments, made when a tile first asks for one."""
-
-    def __init__(self, graph: Graph, device: torch.device) -> None:
-        self._graph, self._device = graph, device
-        self._segments: dict[Segment, SegmentPrograms] = {}
-
-    def of(self, segment: Segment) -> SegmentPrograms:
-        known = self._segments.get(segment)
-        return known or self._segments.setdefault(segment, SegmentPrograms(self._graph, segment, self._device))
+    globals: Values = field(default_factory=dict)
+    """Values of the globals that the segment reads, detached."""
+    leaves: Sequence[int] = ()
+    """The globals whose gradients are asked for."""
+    fields: Sequence[int] = ()
+    """The fields read whose gradients are."""
+    cotangents: Mapping[int, torch.Tensor] = field(default_factory=dict)
+    """Cotangents of the segment's reductions."""
+    known: Mapping[int, torch.Tensor] = field(default_factory=dict)
+    """Values of those reductions that are known: then sums of a tile are wanted for their gradients only."""
 
 
 class SegmentPrograms:
@@ -328,26 +326,21 @@ class TileProgram:
         self,
         tile: TileGeometry,
         inputs: TileInputs,
-        globals_: Values,
-        leaves: Sequence[int],
-        fields: Sequence[int],
-        cotangents: Values,
-        context: PassContext = PassContext(),
+        context: PassContext,
         watch: Watch | None = None,
-        known: Mapping[int, torch.Tensor] = _NONE,
         saved: Activations | None = None,
     ) -> tuple[Values, Values, Values]:
-        """Compute the tile's partial sums and its vector-Jacobian product: of these `leaves` among the globals, and of
-        these `fields` that the segment reads, the gradients that it has a share in. Where the sums are `known`, those
-        that are returned mean nothing. What was `saved` is not computed again.
+        """Compute the tile's partial sums and its vector-Jacobian product: of leaves among the globals, and of fields
+        that the segment reads, the gradients that it has a share in. Sums that are known mean nothing. What was `saved`
+        is not computed again.
 
         A kept field's share gets its cotangent from later segments and from its own reductions. Where its operator
         needs no output for its gradient, the share is not computed again: what the reductions need of it is stored.
         """
         if saved is None:
             stored = {i: inputs.stored[i].requires_grad_() for i in inputs.stored if i in self._without_values}
-            saved = self.activations(tile, inputs.crops, globals_, leaves, fields, context, stored=stored, watch=watch)
-        sums, outputs, seeds = self._outputs(tile, saved, inputs.cotangents, cotangents, known)
+            saved = self.activations(tile, inputs.crops, context, stored=stored, watch=watch)
+        sums, outputs, seeds = self._outputs(tile, saved, inputs.cotangents, context)
         own, crops = saved.globals, saved.crops
         if not outputs or not (own or crops):
             return sums, {}, {}
@@ -364,10 +357,7 @@ class TileProgram:
         self,
         tile: TileGeometry,
         crops: Values,
-        globals_: Values,
-        leaves: Sequence[int],
-        fields: Sequence[int],
-        context: PassContext = PassContext(),
+        context: PassContext,
         *,
         stored: Values | None = None,
         watch: Watch | None = None,
@@ -376,26 +366,21 @@ class TileProgram:
         stored = stored or {}
         # Of its own: two threads that make the gradient's node of one tensor can wait for each other for ever, one with
         # Python's lock and one with the tensor's (PyTorch 2.13, torch::autograd::impl::grad_accumulator).
-        own = {i: globals_[i].detach().requires_grad_() for i in leaves}
-        asked = {i: crops[i].requires_grad_() for i in fields if i in crops}
+        own = {i: context.globals[i].detach().requires_grad_() for i in context.leaves}
+        asked = {i: crops[i].requires_grad_() for i in context.fields if i in crops}
         with torch.enable_grad():
-            shares = self.run(tile, crops, {**globals_, **own}, context, silent=stored, watch=watch)
+            shares = self.run(tile, crops, {**context.globals, **own}, context, silent=stored, watch=watch)
         return Activations(shares, stored, own, asked)
 
     def _outputs(
-        self,
-        tile: TileGeometry,
-        saved: Activations,
-        of_shares: Values,
-        cotangents: Values,
-        known: Mapping[int, torch.Tensor] = _NONE,
+        self, tile: TileGeometry, saved: Activations, of_shares: Values, context: PassContext
     ) -> tuple[Values, list[torch.Tensor], list[torch.Tensor]]:
         """Compute partial sums (off autograd's graph), and the tensors to differentiate with their cotangents, which
-        are given of shares and of reductions.
+        are given of shares and, in the context, of reductions.
         """
-        shares, stored = saved.shares, saved.stored
+        shares, stored, cotangents = saved.shares, saved.stored, context.cotangents
         with torch.enable_grad():
-            sums = self.partial_sums(tile, {**shares, **stored}, known)
+            sums = self.partial_sums(tile, {**shares, **stored}, context.known)
         outputs = {i: shares[i] for i in of_shares if i in shares and shares[i].requires_grad}
         seeds = {i: of_shares[i] for i in outputs}
         pulled: dict[int, list[int]] = {}

@@ -80,13 +80,14 @@ def _tile_seconds(prepared: Prepared, segment: Segment, backward: bool, layout: 
         r: torch.ones(graph[r].shape, dtype=graph[r].dtype, device=prepared.device.torch_device)
         for r in differentiable_reductions(graph, segment)
     }
-    program = prepared.programs.of(segment).at(tile)
+    program = prepared.programs(segment).at(tile)
     start = time.perf_counter()
     if backward:
         inputs = TileInputs(crops, shares, dict(shares))
         leaves = summed_globals(graph, segment)
         fields = [i for i in crops if graph[i].differentiable]
-        program.gradients(tile, inputs, boundary, leaves, fields, ones, PassContext(layout))
+        context = PassContext(layout, globals=boundary, leaves=leaves, fields=fields, cotangents=ones)
+        program.gradients(tile, inputs, context)
     else:
         with torch.no_grad():
             program.partial_sums(tile, program.run(tile, crops, boundary))
