@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -12,6 +12,7 @@ from torch import nn
 from gigagrad.devices import Device, device_for
 from gigagrad.errors import ConfigError
 from gigagrad.execution.engine import Engine, Loss
+from gigagrad.execution.planner import EngineOptions
 from gigagrad.models.registry import unwrapped
 from gigagrad.ranks import Ranks, SingleRank, ranks_of
 from gigagrad.stores import DiskTier, HostTier, MemoryTier, Quantised, Tier, parse_storage
@@ -20,6 +21,14 @@ from gigagrad.units import parse_bytes
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+
+_PRECISIONS = {
+    None: None,
+    "float32": torch.float32,
+    "float64": torch.float64,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
 
 
 def compile(
@@ -91,22 +100,36 @@ def compile(
         raise ConfigError(f"storage={storage!r} makes fields in files smaller; name a folder for them with scratch=")
     if journal is not None and isinstance(rounding, Quantised):
         raise ConfigError(f"a journal holds no steps with storage={storage!r}; leave one of them out")
-    return Engine(
-        model,
-        loss,
+    budget_bytes, ranks = bytes_or_none(memory), SingleRank() if mesh is None else ranks_of(mesh)
+    _check(model, loss, optimizer, tile, precision)
+    options = EngineOptions(
         device=used,
-        budget_bytes=bytes_or_none(memory),
+        budget_bytes=budget_bytes,
         tiers=tiers,
-        precision=precision,
+        precision=_PRECISIONS[precision],
         rounding=rounding,
         optimizer=optimizer,
         tile=tile,
         seed=seed,
         progress=progress,
-        ranks=SingleRank() if mesh is None else ranks_of(mesh),
+        ranks=ranks,
         journal=None if journal is None else Path(journal),
-        again=again,
     )
+    return Engine(model, loss, options, again)
+
+
+def _check(model: object, loss: object, optimizer: object, tile: Any, precision: str | None) -> None:
+    """Raise ConfigError for what cannot be used."""
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    if loss is not None and not callable(loss):
+        raise ConfigError(f"loss must be a callable loss(output, target), got {type(loss).__name__}")
+    if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
+        raise ConfigError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
+    if tile is not None and not (isinstance(tile, tuple | list) and len(tile) == 2 and min(tile) >= 1):
+        raise ConfigError(f"tile must be (height, width) in pixels, both at least 1, got {tile!r}")
+    if precision not in _PRECISIONS:
+        raise ConfigError(f"unknown precision {precision!r}; use one of {', '.join(map(str, _PRECISIONS))}")
 
 
 def tiers_for(

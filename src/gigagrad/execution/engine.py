@@ -17,13 +17,13 @@ import torch
 from torch import nn
 
 from gigagrad.boxes import Box
-from gigagrad.devices import Device, Machine
+from gigagrad.devices import Machine
 from gigagrad.errors import ConfigError, ModelError
 from gigagrad.events import Events, Notice, StepMeasured, TileDone
 from gigagrad.execution.captures import Captures
 from gigagrad.execution.gradient_scale import MOST_OVERFLOWS, CotangentOverflow
 from gigagrad.execution.model_state import check_independent, leave_state, leaving_again, stored_in
-from gigagrad.execution.planner import Planner
+from gigagrad.execution.planner import EngineOptions, Planner
 from gigagrad.execution.predictions import PredictedImage, Predictions, delivers_image
 from gigagrad.execution.prepared import Prepared
 from gigagrad.execution.probes import whole_begun
@@ -38,73 +38,26 @@ from gigagrad.execution.tracebacks import lets_go, stream_lets_go
 from gigagrad.execution.whole import NotAtOnce, WholeRun, filling, hooks_called
 from gigagrad.graphs import Captured, Graph, LossModule
 from gigagrad.plans import Plan, Problem
-from gigagrad.ranks import Ranks
-from gigagrad.stores import Rounding, Tier
 from gigagrad.units import format_bytes, format_seconds
 
 Loss = Callable[[Any, Any], torch.Tensor]
-
-_PRECISIONS = {
-    None: None,
-    "float32": torch.float32,
-    "float64": torch.float64,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-}
 
 
 class Engine:
     """Exact loss, gradients and predictions of one module on images of any size. Made by `compile`."""
 
     def __init__(
-        self,
-        model: nn.Module,
-        loss: Loss | None,
-        *,
-        device: Device,
-        budget_bytes: int | None,
-        tiers: tuple[Tier, ...],
-        precision: str | None,
-        rounding: Rounding | None,
-        optimizer: torch.optim.Optimizer | None,
-        tile: tuple[int, int] | None,
-        seed: int | None,
-        progress: bool,
-        ranks: Ranks,
-        journal: Path | None,
-        again: Callable[..., Engine],
+        self, model: nn.Module, loss: Loss | None, options: EngineOptions, again: Callable[..., Engine]
     ) -> None:
-        if not isinstance(model, nn.Module):
-            raise ConfigError(f"model must be a torch.nn.Module, got {type(model).__name__}")
-        if loss is not None and not callable(loss):
-            raise ConfigError(f"loss must be a callable loss(output, target), got {type(loss).__name__}")
-        if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
-            raise ConfigError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
-        if tile is not None and not (isinstance(tile, tuple | list) and len(tile) == 2 and min(tile) >= 1):
-            raise ConfigError(f"tile must be (height, width) in pixels, both at least 1, got {tile!r}")
-        if precision not in _PRECISIONS:
-            raise ConfigError(f"unknown precision {precision!r}; use one of {', '.join(map(str, _PRECISIONS))}")
-        self._device, self._budget_bytes = device, budget_bytes
-        self._composite = LossModule(model, loss, _PRECISIONS[precision])
-        self._seed, self._runs = seed, 0
+        """Make an engine of checked options; `again` makes another one like it."""
+        self._options, self._device, self._again = options, options.device, again
+        self._composite = LossModule(model, loss, options.precision)
+        self._runs = 0
         self.events = Events()
         self._captures = Captures(self._composite, self.events)
-        self._planner = Planner(
-            self._composite,
-            self.events,
-            device=device,
-            budget_bytes=budget_bytes,
-            tiers=tiers,
-            tile=tile,
-            rounding=rounding,
-            optimizer=optimizer,
-            ranks=ranks,
-            seed=seed,
-            journal=journal,
-        )
-        self.ranks = ranks
+        self._planner = Planner(self._composite, self.events, options)
+        self.ranks = options.ranks
         """Who computes the tiles together."""
-        self._progress, self._journal, self._again = progress, journal, again
         self._steps: WeakKeyDictionary[Prepared, RecordedStep] = WeakKeyDictionary()
         self._predicting: Engine | None = None
         """An engine of the same model without the loss, once it is asked for predictions."""
@@ -145,7 +98,7 @@ class Engine:
 
     def __repr__(self) -> str:
         loss = "no loss" if self.loss is None else getattr(self.loss, "__name__", type(self.loss).__name__)
-        budget = "no budget" if self._budget_bytes is None else format_bytes(self._budget_bytes)
+        budget = "no budget" if self._options.budget_bytes is None else format_bytes(self._options.budget_bytes)
         last = "" if self.last_run is None else f", last run {format_seconds(self.last_run.seconds)}"
         return f"<Engine of {type(self.model).__name__}, {loss}, on {self._device}, {budget}{last}>"
 
@@ -332,7 +285,7 @@ class Engine:
 
         An engine that loads them goes on with this one's arithmetic bit for bit.
         """
-        errors, runs = dict(self._squared_errors), {} if self._seed is None else {"runs": self._runs}
+        errors, runs = dict(self._squared_errors), {} if self._options.seed is None else {"runs": self._runs}
         return {**self._planner.state_dict(), "overflows": self.overflows, "gradient_errors": errors, **runs}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -359,7 +312,7 @@ class Engine:
     def _draws(self, prepared: Prepared) -> int:
         drawn = prepared.rounding is not None or bool(drawing(prepared.graph))
         self._runs += 1
-        return draws_of(self._runs - 1, self._seed, self.ranks, drawn=drawn)
+        return draws_of(self._runs - 1, self._options.seed, self.ranks, drawn=drawn)
 
     def _one_process(self, what: str) -> None:
         if self.ranks.count > 1:
@@ -368,7 +321,7 @@ class Engine:
     def _shown(self) -> AbstractContextManager[None]:
         """Show bars to a person at a terminal or a notebook, where nobody listens."""
         seen = (sys.stderr is not None and sys.stderr.isatty()) or "ipykernel" in sys.modules
-        if not (self._progress and seen) or self.events.has_listeners:
+        if not (self._options.progress and seen) or self.events.has_listeners:
             return nullcontext()
         from gigagrad.terminal import while_it_lasts
 
@@ -420,7 +373,7 @@ class Engine:
                     draws=draws,
                     seeds=seeds,
                     ranks=self.ranks,
-                    journal=self._journal if prepared.problem.backward else None,
+                    journal=self._options.journal if prepared.problem.backward else None,
                 )
                 with run, closing(run):
                     run.run()
@@ -478,7 +431,7 @@ class Engine:
             seconds=time.perf_counter() - start,
             peak_bytes=self._device.peak_bytes(),
             predicted_peak_bytes=prepared.plan.predicted_peak_bytes,
-            budget_bytes=self._budget_bytes or 0,
+            budget_bytes=self._options.budget_bytes or 0,
             earlier_peak_bytes=earlier,
             patches=image.shape[0] if image.bag else 0,
             **more,

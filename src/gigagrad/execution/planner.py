@@ -15,6 +15,7 @@ import dataclasses
 import hashlib
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from math import prod
 from pathlib import Path
@@ -62,48 +63,47 @@ _MOST_SIZES = 32
 """Sizes whose plan is remembered; the one unused for longest goes first."""
 
 
-class Planner:
-    """Makes and remembers what an engine runs. `tile` forces the shape of every segment's tiles; fields that do not fit
-    in `budget_bytes` go to the other `tiers`, in this order.
-    """
+@dataclass(frozen=True, kw_only=True, eq=False)
+class EngineOptions:
+    """Settings of an engine, as `compile` has read them."""
 
-    def __init__(
-        self,
-        composite: LossModule,
-        events: Events,
-        *,
-        device: Device,
-        budget_bytes: int | None,
-        tiers: tuple[Tier, ...],
-        tile: tuple[int, int] | None,
-        rounding: Rounding | None,
-        optimizer: torch.optim.Optimizer | None,
-        ranks: Ranks,
-        seed: int | None,
-        journal: Path | None,
-    ) -> None:
-        self._ranks = ranks
-        self._composite = composite
-        asked = any(setting is not None for setting in (tile, rounding, journal))
-        self.in_tiles = asked or composite.precision not in (None, torch.bfloat16)
+    device: Device
+    budget_bytes: int | None
+    tiers: tuple[Tier, ...]
+    """Tiers for fields: those that do not fit in the budget go to the second and later ones, in this order."""
+    precision: torch.dtype | None
+    rounding: Rounding | None
+    optimizer: torch.optim.Optimizer | None
+    tile: tuple[int, int] | None
+    """The shape of every segment's tiles, where that is forced."""
+    seed: int | None
+    progress: bool
+    ranks: Ranks
+    journal: Path | None
+
+
+class Planner:
+    """Makes and remembers what an engine runs."""
+
+    def __init__(self, composite: LossModule, events: Events, options: EngineOptions) -> None:
+        self._composite, self._events, self._options = composite, events, options
+        self._device, self._ranks, self._tile = options.device, options.ranks, options.tile
+        asked = any(setting is not None for setting in (options.tile, options.rounding, options.journal))
+        self.in_tiles = asked or options.precision not in (None, torch.bfloat16)
         """Plan tiles, too, for what fits as it is."""
         settings = {
-            "tile": tile,
-            "seed": seed,
-            "storage": rounding and str(rounding),
-            "precision": composite.precision,
-            "scratch": [tier.name for tier in tiers],
-            "device": device.sum_dtype,
+            "tile": options.tile,
+            "seed": options.seed,
+            "storage": options.rounding and str(options.rounding),
+            "precision": options.precision,
+            "scratch": [tier.name for tier in options.tiers],
+            "device": options.device.sum_dtype,
         }
-        self._optimizer = OptimizerState(composite.model, optimizer)
-        self._rounding = rounding
-        self._events = events
-        self._device, self._budget_bytes, self._tiers = device, budget_bytes, tiers
-        self._tile, self._journal = tile, journal
-        self.records = device.records
+        self._optimizer = OptimizerState(composite.model, options.optimizer)
+        self.records = options.device.records
         """Plan steps so that they can be recorded and replayed."""
         self._planned: OrderedDict[tuple[object, ...], Prepared] = OrderedDict()
-        self._agreement = Agreement(ranks, composite, settings)
+        self._agreement = Agreement(options.ranks, composite, settings)
         self._plan_keys: dict[str, PlanKey] = {}
         self._adopted: dict[str, PlanKey] = {}
 
@@ -184,7 +184,7 @@ class Planner:
 
         Raises StoreError for a missing folder, ConfigError where ranks were given different things to compute.
         """
-        device = self._device
+        device, options = self._device, self._options
         device.trim()  # what an earlier run freed is there for this one
         dtypes = {node.dtype for node in graph.nodes if lookup(node.op).compiled}
         held = (
@@ -194,9 +194,9 @@ class Planner:
             Amount(estimate.STEP, device.step_bytes()),
         )
         handed, compiled_bytes = _handed(graph, sink, backward=backward), partial(device.compiled_bytes, dtypes=dtypes)
-        others = [tier for tier in self._tiers if not tier.in_budget]
+        others = [tier for tier in options.tiers if not tier.in_budget]
         own = (
-            self._budget_bytes,
+            options.budget_bytes,
             [amount.size_bytes for amount in held],
             [(tier.room_bytes() or 0, tier.shared_room()) for tier in others],
             (ran, compiled_bytes(1), compiled_bytes(MOST_COMPILED)),
@@ -215,13 +215,13 @@ class Planner:
             compiled_bytes=_most_compiled(compiled, compiled_bytes),
             output_bytes=sink.held_bytes if sink is not None else lambda tile_height, shape: 0,
             handed=handed,
-            tiers=self._tiers,
+            tiers=options.tiers,
             rooms={tier.name: least_room(found) for tier, found in zip(others, zip(*rooms, strict=True), strict=True)},
             ranks=self._ranks.count,
-            rounding=self._rounding,
-            saves=self._journal is None,
+            rounding=options.rounding,
+            saves=options.journal is None,
             whole=self._whole(graph, sink, backward=backward),
-            free_bytes=device.free_bytes() if self._budget_bytes is None else None,
+            free_bytes=device.free_bytes() if options.budget_bytes is None else None,
             reading=reading_of(sources, device, machine.threads),
         )
         return self._placed(problem, sources, in_pieces=_comes_in_pieces(graph, sink, backward=backward))
@@ -230,8 +230,9 @@ class Planner:
         """Return the problem of a run whose images the device holds, where it has room for them: that of a step that it
         records, or of a field that comes in pieces.
         """
-        shared = self._ranks.count > 1 or self._rounding is not None or self._journal is not None
-        if shared or not self.records or self._composite.precision is torch.float16:
+        options = self._options
+        shared = self._ranks.count > 1 or options.rounding is not None or options.journal is not None
+        if shared or not self.records or options.precision is torch.float16:
             return problem
         nbytes = sum(prod(one.spec.shape) * one.spec.read_dtype.itemsize for one in sources.values())
         if problem.room_bytes is not None and nbytes > _IMAGES_SHARE * problem.room_bytes:
