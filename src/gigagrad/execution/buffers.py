@@ -23,6 +23,7 @@ from gigagrad.graphs import SCATTER
 from gigagrad.graphs.crops import batched, box_view, laid_out
 from gigagrad.plans import EXACT, Segment, TileGeometry
 from gigagrad.plans.program import Buffer, Key
+from gigagrad.plans.segments import adding
 from gigagrad.stores import FieldSpec, OpenTier, Quantised, RoundedStore, Rounding, Store, Strips, Windows, crop_shape
 from gigagrad.threads import SideThreads
 
@@ -113,9 +114,8 @@ class Buffers:
         """
         if self._handed is None:
             return None
-        plan, segments = self._prepared.plan, self._prepared.segments
-        adding = [p.segment for p in plan.passes if p.phase != "forward" and self._handed in segments[p.segment].reads]
-        return self._handed if adding[-1:] == [segment.index] else None
+        last = adding(self._prepared.segments, self._prepared.plan.passes, self._handed)[-1:]
+        return self._handed if last == [segment.index] else None
 
     def take(self, image: int, y1: int) -> Iterator[tuple[Box, torch.Tensor]]:
         """Yield the strip of an image's gradient down to this row, if there is a new one: nothing is added to it any
@@ -227,7 +227,7 @@ class Buffers:
             return self._sources[node.arguments["name"]].view(box)
         if node.op == SCATTER:
             view = self._scalars.values[node.operands[0]].detach().reshape(node.stored_shape)
-            return box_view(view, node.stored_axes, box, Box.whole(node.size(0), node.size(1)))
+            return box_view(view, node.stored_axes, box, node.box)
         return self.kept[node_id].read(box)
 
     def whole(self, field: int) -> torch.Tensor:

@@ -144,7 +144,7 @@ def _shares(grid: Grid, field: int, boxes: Iterator[Box]) -> Iterator[tuple[int,
 
 def _cropped(grid: Grid, tile: int, field: int, box: Box, parts: int) -> Box:
     """Return the part of a tile that computes a box of one of its fields, in pixels of the reference field."""
-    here, there = ((grid.graph[i].size(0), grid.graph[i].size(1)) for i in (field, grid.reference))
+    here, there = (grid.graph[i].extent for i in (field, grid.reference))
     box, steps, place = box.resized(here, there), lattice(grid.graph, grid.segment), divmod(tile, grid.shape[1])
     spans = []
     for axis, span in enumerate((box.y, box.x)):

@@ -98,11 +98,10 @@ def place_of(prepared: Prepared, segment: Segment, tile: TileGeometry) -> TilePl
     """Find where a tile is in the image."""
     grid, image = prepared.grid(segment), image_size(prepared.plan)
     graph, target = grid.graph, grid.graph[grid.reference]
-    shape = target.size(0), target.size(1)
-    box = tile.wanted(target.id).resized(shape, image)
+    box = tile.wanted(target.id).resized(target.extent, image)
     read = ((graph[i], tile.box(i)) for i in segment.reads)
-    crops = [crop.resized((node.size(0), node.size(1)), image) for node, crop in read if crop is not None]
-    height, width = (side * of / own for side, of, own in zip(grid.tile, image, shape, strict=True))
+    crops = [crop.resized(node.extent, image) for node, crop in read if crop is not None]
+    height, width = (side * of / own for side, of, own in zip(grid.tile, image, target.extent, strict=True))
     return TilePlace(box, reduce(Box.hull, crops, box), (height, width))
 
 

@@ -19,7 +19,6 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_unflatten
 
-from gigagrad.boxes import Box
 from gigagrad.events import Events
 from gigagrad.execution.buffers import Buffers
 from gigagrad.execution.comm import Comm, PassResult
@@ -253,8 +252,7 @@ class Run:
                 whole = self._scalars.take_cotangent(gathering)
                 if whole is not None:
                     node = self._graph[field]
-                    whole = as_stored(whole, node, (node.size(0), node.size(1)))
-                    self._buffers.cotangents[field].add(Box.whole(node.size(0), node.size(1)), whole)
+                    self._buffers.cotangents[field].add(node.box, as_stored(whole, node, node.extent))
         return cotangents
 
     def _compute(self) -> None:

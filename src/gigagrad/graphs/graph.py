@@ -18,6 +18,7 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch.utils._pytree import TreeSpec
 
+from gigagrad.boxes import Box
 from gigagrad.graphs.whole import WholeCost
 
 Axes = tuple[int, int]
@@ -153,6 +154,17 @@ class Node:
     def size(self, axis: int) -> int:
         """Return the length in pixels of the whole field along `axis` (0 is y, 1 is x)."""
         return self._sizes[axis]
+
+    @property
+    def extent(self) -> tuple[int, int]:
+        """Return the height and width of a field, in pixels or in patches."""
+        height, width = self._sizes
+        return height, width
+
+    @property
+    def box(self) -> Box:
+        """Return all of a field."""
+        return Box.whole(*self._sizes)
 
     @property
     def stored_shape(self) -> tuple[int, ...]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from gigagrad.boxes import Box, Span, without
+from gigagrad.boxes import Span, without
 from gigagrad.graphs import GATHER, SCATTER, Graph
 from gigagrad.plans import estimate
 from gigagrad.plans.chunks import chunks_of
@@ -27,6 +27,7 @@ from gigagrad.plans.segments import (
     Cotangents,
     Segment,
     gathered,
+    is_differentiated,
     is_read,
     last_cotangents,
     split_segments,
@@ -192,7 +193,7 @@ class _StepChecker:
 
     def _is_pulled(self, segment: Segment) -> bool:
         """Say whether a gradient goes through a segment."""
-        return self._backward and any(self._graph[i].differentiable for i in (*segment.reductions, *segment.kept))
+        return self._backward and is_differentiated(self._graph, segment)
 
     def _needs(self, node_id: int) -> frozenset[int]:
         """Return what must be finished before a global value, or a field that is read, is there."""
@@ -338,7 +339,7 @@ def _memory_faults(problem: Problem, plan: Plan) -> Iterator[PlanFault]:
             if buffer.tier != tier:
                 yield PlanFault("bytes", index, f"a buffer of node {buffer.node} is in {buffer.tier!r}, not {tier!r}")
             held = [box for own in buffer.held for box in own]
-            if missing := without([Box.whole(node.size(0), node.size(1))], held):
+            if missing := without([node.box], held):
                 yield PlanFault("bytes", index, f"nobody holds {missing[0]} of a buffer of node {buffer.node}")
 
 

@@ -120,9 +120,8 @@ class Chunks:
 
     def reached_before(self, field: int, chunk: int) -> list[Box]:
         """Return the pixels of a field that chunks before this one reach."""
-        node = self.grid.graph[field]
         boundary = self.boundary(field, chunk)
-        return [box for box, which in boundary.split(Box.whole(node.size(0), node.size(1))) if which is not None]
+        return [box for box, which in boundary.split(self.grid.graph[field].box) if which is not None]
 
     def overlaps(self, field: int, chunk: int) -> tuple[Box | None, Box | None]:
         """Return what a chunk's crops of a field share with whole lines and with the lines that chunks before it have

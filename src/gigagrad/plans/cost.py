@@ -393,7 +393,7 @@ def tile_shapes(graph: Graph, segment: Segment, ranks: int = 1) -> list[tuple[in
     For several ranks it counts more that all segments are divided among them at the same places.
     """
     largest = graph[reference(graph, segment)]
-    size = largest.size(0), largest.size(1)
+    size = largest.extent
     steps = lattice(graph, segment)
     shared = 0 if runs_by_rows(segment, largest) else 1
     shapes = []

@@ -16,7 +16,16 @@ from dataclasses import dataclass
 import numpy as np
 
 from gigagrad.graphs import GATHER, Graph, lookup
-from gigagrad.plans.segments import Cotangents, Segment, gathered, is_read, last_cotangents, levels, segment_for
+from gigagrad.plans.segments import (
+    Cotangents,
+    Segment,
+    gathered,
+    is_differentiated,
+    is_read,
+    last_cotangents,
+    levels,
+    segment_for,
+)
 
 _LONGEST_PIECE = 16
 """Candidates between two cuts, at most; beside that only the whole graph in one piece is considered."""
@@ -131,7 +140,7 @@ class Cuts:
     def _segment_seconds(self, roots: frozenset[int], stored: frozenset[int], kept: frozenset[int]) -> float:
         segment = segment_for(self._graph, roots, stored, kept)
         forward, backward = self._seconds(segment)
-        if not self._backward or not any(self._graph[i].differentiable for i in (*segment.reductions, *segment.kept)):
+        if not self._backward or not is_differentiated(self._graph, segment):
             return forward
         one_pass = self._is_last(segment) and last_cotangents(self._graph, segment) is not Cotangents.AFTER_FORWARD
         return backward if one_pass else forward + backward

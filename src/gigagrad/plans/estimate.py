@@ -234,8 +234,8 @@ class SegmentTiles:
             beside_bytes=self.mapped_bytes(cost),
             forward_seconds=self._pass_seconds(cost, "forward"),
             backward_seconds=self._pass_seconds(cost, "backward") if self.backward else 0.0,
-            shape=(target.size(0), target.size(1)),
-            read_shape=(graph[read].size(0), graph[read].size(1)),
+            shape=target.extent,
+            read_shape=graph[read].extent,
         )
 
     def read_by(self, readers: int) -> None:
@@ -348,7 +348,7 @@ class SegmentTiles:
                     pixel = graph[i].bytes_per_pixel
                     if place < len(values):
                         pixel = problem.stored_bytes_per_pixel(i, problem.tier(name))
-                    moving.setdefault(name, []).append((i, (graph[i].size(0), graph[i].size(1)), pixel))
+                    moving.setdefault(name, []).append((i, graph[i].extent, pixel))
         return found
 
     def amounts(self, cost: TileCost) -> tuple[Amount, ...]:
@@ -444,7 +444,7 @@ class SegmentTiles:
         """The fields that the segment reads and keeps in other tiers than the memory, and their sizes."""
         problem, graph, memory = self.problem, self.problem.graph, self.problem.memory.name
         found = [i for i in (*self.segment.reads, *self.segment.kept) if self.kept.get(i, memory) != memory]
-        return {i: (problem.tier(self.kept[i]), (graph[i].size(0), graph[i].size(1))) for i in found}
+        return {i: (problem.tier(self.kept[i]), graph[i].extent) for i in found}
 
     def _overlap_bytes(self, cost: TileCost) -> int:
         """Count the overlaps of one chunk: what its crops share with the lines of tiles before it and, where it begins
@@ -471,7 +471,7 @@ class SegmentTiles:
         graph = self.problem.graph
         across = 0 if runs_by_rows(self.segment, graph[reference(graph, self.segment)]) else 1
         read = [graph[i] for i in self.segment.reads if graph[i].differentiable]
-        return across, 1 - across, [(node.id, (node.size(0), node.size(1)), node.bytes_per_pixel) for node in read]
+        return across, 1 - across, [(node.id, node.extent, node.bytes_per_pixel) for node in read]
 
     def _further_fragmentation(self, cost: TileCost) -> int:
         """Count what many tiles side by side need beyond `ALLOCATOR_FRAGMENTATION`."""

@@ -10,7 +10,7 @@ from math import ceil
 from gigagrad.graphs import SCATTER, Graph
 from gigagrad.plans.problem import Problem
 from gigagrad.plans.program import Key, Tiles
-from gigagrad.plans.segments import Segment, is_read
+from gigagrad.plans.segments import Segment, adding, is_read
 from gigagrad.stores import Tier
 
 
@@ -46,7 +46,7 @@ def holds_whole(key: Key, segments: tuple[Segment, ...], passes: tuple[Tiles, ..
     """
     if key != (handed, True):
         return True
-    return sum(p.phase != "forward" and handed in segments[p.segment].reads for p in passes) > 1
+    return len(adding(segments, passes, key[0])) > 1
 
 
 def buffer_bytes(problem: Problem, key: Key, tier: Tier, size: tuple[int, int]) -> int:
@@ -79,7 +79,7 @@ def held_by_pass(
         field, cotangent = key
         whole = holds_whole(key, segments, passes, problem.handed)
         if whole and kept.get(field, problem.memory.name) == tier.name:
-            size = buffer_bytes(problem, key, tier, (graph[field].size(0), graph[field].size(1)))
+            size = buffer_bytes(problem, key, tier, graph[field].extent)
             if not is_replicated(graph, key):
                 size = ceil(held_share * size)
             more[when.start][cotangent] += size

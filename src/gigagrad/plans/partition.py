@@ -14,7 +14,7 @@ Communication Operations in MPICH", 2005, section 4.4), and adds as little.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, partial
 from math import prod
 
 import numpy as np
@@ -26,7 +26,7 @@ from gigagrad.plans.chunks import Chunks, chunks_of
 from gigagrad.plans.plan import Plan
 from gigagrad.plans.problem import Problem
 from gigagrad.plans.program import Bytes, Sum
-from gigagrad.plans.segments import Segment, is_read, summed_globals
+from gigagrad.plans.segments import Segment, adding, is_read, summed_globals
 
 _TOLD_BYTES = 2**16
 """Sums of a pass that are no more travel whole: on a fast link that takes less than a further meeting."""
@@ -50,8 +50,7 @@ class Partition:
         self.held, self.written, self.read = cache(self._find_held), cache(self._find_written), cache(self._find_read)
         self.halo = cache(self._find_halo)
         """Boxes that a rank sends another one of a kept field, once it is written: by field, sender and receiver."""
-        self._differentiated = [self._segments[p.segment] for p in plan.passes if p.phase != "forward"]
-        self.adding, self._first = cache(self._find_adding), cache(self._find_first)
+        self.adding, self._first = cache(partial(adding, self._segments, plan.passes)), cache(self._find_first)
         self.held_cotangents = cache(self._find_held_cotangents)
         self.sums, self.overlaps = cache(self._find_sums), cache(self._find_overlaps)
         """Boxes that a rank sends another one after a pass over a segment, by segment, field, sender and receiver: of
@@ -64,8 +63,7 @@ class Partition:
 
     def whole(self, field: int) -> Box:
         """Return the box of all of a field."""
-        node = self._graph[field]
-        return Box.whole(node.size(0), node.size(1))
+        return self._graph[field].box
 
     def _find_halo(self, field: int, sender: int, receiver: int) -> list[Box]:
         missing = without(self.held(field, receiver), self.written(field, receiver))
@@ -122,10 +120,6 @@ class Partition:
             for box in shared(shared(boxes, before), self.wanted_next(segment, field, receiver)):
                 found.append((chunk, box))
         return found
-
-    def _find_adding(self, field: int) -> list[int]:
-        """Return the segments whose passes add to a field's cotangents, in the order in which they run."""
-        return [segment.index for segment in self._differentiated if field in segment.reads]
 
     def _find_first(self, segment: int, field: int, rank: int) -> list[Box]:
         """Return the pixels that a rank's tiles reach before those of all others: of all ranks together the whole

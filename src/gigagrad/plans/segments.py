@@ -15,7 +15,7 @@ segment is the exception when the loss depends on its reductions in a way that i
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from math import prod
@@ -116,6 +116,16 @@ def summed_globals(graph: Graph, segment: Segment) -> list[int]:
     return [i for i in segment.globals if graph[i].differentiable]
 
 
+def is_differentiated(graph: Graph, segment: Segment) -> bool:
+    """Say whether a gradient goes through a segment."""
+    return any(graph[i].differentiable for i in (*segment.reductions, *segment.kept))
+
+
+def adding(segments: Sequence[Segment], passes: Iterable[Tiles], field: int) -> list[int]:
+    """Return the segments whose passes add to a field's cotangents, in the order in which they run."""
+    return [p.segment for p in passes if p.phase != "forward" and field in segments[p.segment].reads]
+
+
 def moved_fields(graph: Graph, segment: Segment, *, backward: bool) -> tuple[list[int], list[int]]:
     """Return the fields whose values a pass reads or writes, and those whose cotangents: each as often as they move."""
     values = [*segment.reads, *segment.kept]
@@ -201,9 +211,7 @@ def make_passes(graph: Graph, segments: tuple[Segment, ...], *, backward: bool) 
     forward = [Tiles(segment.index, "forward") for segment in segments]
     if not backward or not segments:
         return tuple(forward)
-    needing = [
-        segment for segment in segments if any(graph[i].differentiable for i in (*segment.reductions, *segment.kept))
-    ]
+    needing = [segment for segment in segments if is_differentiated(graph, segment)]
     passes = forward
     last = segments[-1]
     if last in needing and last_cotangents(graph, last) is not Cotangents.AFTER_FORWARD:
