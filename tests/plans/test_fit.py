@@ -169,7 +169,7 @@ def test_bricks_on_their_way_to_files_are_counted():
     cost = Costs(graph, Machine()).of(segment, (64, 64), backward=True)
     problem = problem_of(graph, tiers=(MemoryTier(), HostTier(), DiskTier(Path())))
     estimates = [
-        SegmentTiles(problem, segment, 1, dict.fromkeys(kept, tier), (0, 0), True) for tier in ("disk", "host")
+        SegmentTiles(problem, segment, 1, dict.fromkeys(kept, tier), (0, 0), ("backward",)) for tier in ("disk", "host")
     ]
     in_files, elsewhere = (amount_of(one.amounts(cost), estimate.WAITING) for one in estimates)
     fields = [graph[i] for i in (*segment.reads, *segment.kept) if i in kept]

@@ -9,7 +9,7 @@ from functools import partial
 from itertools import chain, islice
 from math import inf
 from operator import itemgetter
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from gigagrad.errors import BudgetError
 from gigagrad.plans.cost import Costs
@@ -19,7 +19,7 @@ from gigagrad.plans.estimate import ABOUT_AS_FAST, fixed_amounts
 from gigagrad.plans.evictions import Asked, evictions, placed
 from gigagrad.plans.fit import Fitter, Kept
 from gigagrad.plans.memory import saved_by_convolutions
-from gigagrad.plans.plan import COTANGENTS, FIELDS, Amount, Plan, RankPlan, total
+from gigagrad.plans.plan import COTANGENTS, FIELDS, Plan, RankPlan, total
 from gigagrad.plans.problem import Problem
 from gigagrad.plans.segments import gathered, split_segments
 from gigagrad.plans.whole import whole_plan
@@ -63,6 +63,8 @@ Rated = tuple[float, Kept]
 """The seconds of a step by a rough look, and the fields kept."""
 Tried = Callable[[float | None], None]
 """Gets the seconds that a step takes in a way that was tried, None where it does not fit or takes too many."""
+Make = Callable[[Problem, Tried, RankPlan | None], Plan | None]
+"""Makes a plan in tiles, of several ranks by what one of them holds and sends at most; None where it takes too long."""
 
 
 @uncollected()
@@ -90,19 +92,24 @@ def make_plan(
         BudgetError: even the smallest tile does not fit; names the segment, the tile and every number.
     """
     if problem.unplaced is not None:
-        make = partial(make_plan, memory_format=memory_format, tiles=tiles, kept=kept, whole_pixels=whole_pixels)
-        make = partial(make, saved=saved)
+        given: dict[str, Any] = {"memory_format": memory_format, "tiles": tiles, "kept": kept, "saved": saved}
+        given |= {"whole_pixels": whole_pixels, "tried": tried}
         try:
-            return make(replace(problem, unplaced=None), costs=costs, tried=tried)
+            return make_plan(replace(problem, unplaced=None), costs=costs, **given)
         except BudgetError:
-            return make(replace(problem.unplaced, budget_bytes=problem.budget_bytes), tried=tried)
+            return make_plan(replace(problem.unplaced, budget_bytes=problem.budget_bytes), **given)
     known = costs or Costs(problem.graph, problem.machine, rounds=problem.rounding is not None)
 
     def tiled(pixels: int, at_most: float = inf) -> Plan | None:
-        own, of_it = problem.of(pixels), known.with_whole(pixels) if pixels else known
-        make = partial(_make_plan, memory_format=memory_format, tiles=tiles, kept=kept, saved=saved, costs=of_it)
-        plan = _make_tiled(own, partial(make, at_most=at_most), tried)
-        return plan and replace(plan, whole_pixels=pixels)
+        of_it = known.with_whole(pixels) if pixels else known
+
+        def make(own: Problem, tried: Tried, ranks: RankPlan | None) -> Plan | None:
+            chooser = _Chooser(own, of_it, tiles, saved, tried, ranks)
+            best = chooser.best(at_most) if kept is None else chooser.again(kept)
+            return best and _emitted(own, best, ranks)
+
+        plan = _make_tiled(problem.of(pixels), make, tried)
+        return plan and replace(plan, whole_pixels=pixels, memory_format=memory_format)
 
     if tiles is not None or kept is not None:
         plan = tiled(whole_pixels or 0)
@@ -151,30 +158,30 @@ def _worth_whole(problem: Problem) -> Iterator[int]:
     yield from reversed(able[: bisect_left(able, True, key=is_too_much)])
 
 
-def _make_tiled(problem: Problem, make: Callable[..., Plan | None], tried: Tried) -> Plan | None:
+def _make_tiled(problem: Problem, make: Make, tried: Tried) -> Plan | None:
     """Return the plan that `make` makes of a problem; of one for several ranks the refusal, too, counts messages."""
     if problem.ranks == 1:
-        return make(problem, tried=tried)
+        return make(problem, tried, None)
     try:
-        return _make_shared(problem, partial(make, tried=tried))
+        return _make_shared(problem, make, tried)
     except BudgetError as error:
         if error.remedy:
             raise
         smallest = error.smallest_bytes
         for _ in range(_SHARINGS):  # it was named before messages were known
             try:
-                _make_shared(replace(problem, budget_bytes=smallest), make)
+                _make_shared(replace(problem, budget_bytes=smallest), make, lambda seconds: None)
                 break
             except BudgetError as more:
                 smallest = more.smallest_bytes
         raise error.with_smallest(smallest) from None
 
 
-def _make_shared(problem: Problem, make: Callable[..., Plan | None]) -> Plan | None:
+def _make_shared(problem: Problem, make: Make, tried: Tried) -> Plan | None:
     """Make a plan for several ranks: what they hold and send is known once there is a plan, and changes it."""
     most = RankPlan(problem.ranks, min(1.0, _LEEWAY / problem.ranks), 0, 0)
     for sharing in range(_SHARINGS):
-        made = make(problem, ranks=most)
+        made = make(problem, tried, most)
         if made is None:
             return None
         assert made.ranks is not None
@@ -187,31 +194,13 @@ def _make_shared(problem: Problem, make: Callable[..., Plan | None]) -> Plan | N
     return replace(plan, ranks=replace(most, sent_bytes=found.sent_bytes))
 
 
-def _make_plan(
-    problem: Problem,
-    *,
-    memory_format: str,
-    tiles: tuple[tuple[int, int], ...] | None,
-    kept: Kept | None,
-    saved: tuple[int, ...] | None,
-    costs: Costs,
-    tried: Tried = lambda seconds: None,
-    ranks: RankPlan | None = None,
-    at_most: float = inf,
-) -> Plan | None:
-    chooser = _Chooser(problem, costs, tiles, saved, tried, ranks)
-    best = chooser.best(at_most) if kept is None else chooser.again(kept)
-    if best is None:
-        return None
-    segments = tuple(replace(segment, memory=_beside_kept(segment.memory)) for segment in best.segments)
-    plan = replace(best, memory_format=memory_format, segments=segments)
-    shared = shared_by(problem, plan, problem.ranks)
+def _emitted(problem: Problem, plan: Plan, ranks: RankPlan | None) -> Plan:
+    """Return the plan with all its steps: they count what buffers take, and segments no more."""
+    beside = [[one for one in segment.memory if one.name not in (FIELDS, COTANGENTS)] for segment in plan.segments]
+    pairs = zip(plan.segments, beside, strict=True)
+    segments = tuple(replace(segment, memory=tuple(amounts)) for segment, amounts in pairs)
+    shared = shared_by(problem, replace(plan, segments=segments), problem.ranks)
     return replace(shared, ranks=None) if ranks is None else shared
-
-
-def _beside_kept(amounts: tuple[Amount, ...]) -> tuple[Amount, ...]:
-    """Return what a segment takes beside buffers, which the steps count."""
-    return tuple(amount for amount in amounts if amount.name not in (FIELDS, COTANGENTS))
 
 
 class _Chooser:

@@ -147,8 +147,8 @@ class SegmentTiles:
     workers: int
     kept: Mapping[int, str]
     held: tuple[int, int]
-    backward: bool
-    phases: Sequence[str] = ()
+    phases: Sequence[str]
+    """The phases of its passes."""
     room: int | None = None
     """Bytes beside what is fixed, but for compiled convolutions."""
     most_readers: int = 1
@@ -169,7 +169,12 @@ class SegmentTiles:
 
     def __post_init__(self) -> None:
         """Find what it has in common with those `beside` other fields."""
-        _ = self._moving, self._working_bytes, self._elsewhere, self._overlapping
+        _ = self.backward, self._moving, self._working_bytes, self._elsewhere, self._overlapping
+
+    @cached_property
+    def backward(self) -> bool:
+        """Say whether one of the passes computes gradients."""
+        return any(phase != "forward" for phase in self.phases)
 
     def beside(self, segment: Segment, held: tuple[int, int]) -> SegmentTiles:
         """Return the same for a segment that is alike, wherever it stands in a plan, beside what is held then."""

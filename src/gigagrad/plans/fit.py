@@ -271,9 +271,8 @@ class Fitter:
         key = alike, most, closely
         if self._tiles is not None or key not in self._known:
             if alike not in self._known:
-                backward, readers = any(phase != "forward" for phase in phases), problem.reading.threads
                 self._known[alike] = SegmentTiles(
-                    problem, segment, workers, kept, most, backward, phases, self._room_of_tiles, readers
+                    problem, segment, workers, kept, most, phases, self._room_of_tiles, problem.reading.threads
                 )
             found = self._known[key] = self._known[alike].beside(segment, most)
             self._look_through(found, closely=closely)
