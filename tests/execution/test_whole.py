@@ -18,7 +18,7 @@ from gigagrad.devices.cpu import Cpu
 from gigagrad.devices.heap import LargeBlocks
 from gigagrad.errors import BudgetError
 from gigagrad.events import Event, Notice, StepMeasured, TileDone
-from gigagrad.execution.drawn import DrawnAsInTiles, NotDrawn
+from gigagrad.execution.drawn import DrawnAsInTiles, NotAtOnce
 from gigagrad.execution.whole import Copies, WholeRun
 from gigagrad.graphs import InputSpec, capture
 from gigagrad.plans import Problem
@@ -240,7 +240,7 @@ def test_calls_that_are_not_those_of_the_plan_make_tiles(monkeypatch):
 
 
 def _missed(self):
-    raise NotDrawn
+    raise NotAtOnce("the model draws random numbers otherwise")
 
 
 def test_bfloat16_is_autocasts():

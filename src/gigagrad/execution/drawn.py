@@ -71,8 +71,11 @@ _found: WeakKeyDictionary[Graph, dict[Any, tuple[Drawn | None, ...] | None]] = W
 """Answers for the graphs that are there: every run asks."""
 
 
-class NotDrawn(Exception):
-    """The model's calls are not those in which it drew random numbers before."""
+class NotAtOnce(Exception):
+    """The whole image cannot be computed at once, although it was planned; the message says why."""
+
+
+_OTHER_DRAWS: Final = "the model draws random numbers otherwise than it did for the plan"
 
 
 class DrawnAsInTiles(TorchFunctionMode):
@@ -85,9 +88,9 @@ class DrawnAsInTiles(TorchFunctionMode):
         self._by_call = iter(by_call)
 
     def finish(self) -> None:
-        """Raise NotDrawn where calls are left that were not made."""
+        """Raise NotAtOnce where calls are left that were not made."""
         if next(self._by_call, self) is not self:
-            raise NotDrawn
+            raise NotAtOnce(_OTHER_DRAWS)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -95,7 +98,7 @@ class DrawnAsInTiles(TorchFunctionMode):
             return func(*args, **kwargs)
         drawn = next(self._by_call, self)
         if isinstance(drawn, DrawnAsInTiles):
-            raise NotDrawn
+            raise NotAtOnce(_OTHER_DRAWS)
         if drawn is None:
             return func(*args, **kwargs)
         number = drawing(self._graph)[drawn.node]

@@ -21,6 +21,7 @@ from gigagrad.devices import Machine
 from gigagrad.errors import ConfigError, ModelError
 from gigagrad.events import Events, Notice, StepMeasured, TileDone
 from gigagrad.execution.captures import Captures
+from gigagrad.execution.drawn import NotAtOnce
 from gigagrad.execution.gradient_scale import MOST_OVERFLOWS, CotangentOverflow
 from gigagrad.execution.model_state import check_independent, leave_state, leaving_again, stored_in
 from gigagrad.execution.planner import EngineOptions, Planner
@@ -35,7 +36,7 @@ from gigagrad.execution.seeds import drawing, draws_of, seed_values
 from gigagrad.execution.sinks import Sink
 from gigagrad.execution.sources import Source, Sources, opened_sources
 from gigagrad.execution.tracebacks import lets_go, stream_lets_go
-from gigagrad.execution.whole import NotAtOnce, WholeRun, filling, hooks_called
+from gigagrad.execution.whole import WholeRun, filling, hooks_called
 from gigagrad.graphs import Captured, Graph, LossModule
 from gigagrad.plans import Plan, Problem
 from gigagrad.units import format_bytes, format_seconds

@@ -34,7 +34,7 @@ from gigagrad.execution.prepared import PlanKey, Prepared, plan_key, read_plan_k
 from gigagrad.execution.seeds import drawing
 from gigagrad.execution.sinks import Sink
 from gigagrad.execution.sources import Source, reading_of
-from gigagrad.execution.trial import faster_layout, timed_passes
+from gigagrad.execution.trial import faster_layout, trial_seconds
 from gigagrad.graphs import Call, Graph, LossModule, WholeCost, lookup
 from gigagrad.plans import Amount, Plan, Problem, estimate, make_plan
 from gigagrad.plans.memory import compiled_convolutions, whole_compiled_convolutions
@@ -333,7 +333,7 @@ class Planner:
         prepared = self._prepared(problem, plan)
         if plan.whole or self._device.records:  # one tile tells nothing of a step that is replayed
             return prepared
-        seconds = _trial_seconds(plan)
+        seconds = _predicted_trial_seconds(plan)
         pays = plan.tile_count >= _WORTH_A_TRIAL and len(plan.segments) <= _MOST_TRIED and _LAYOUTS * seconds <= _SOON
         if adopted is None and pays and plan.memory_format == "channels_last":
             with self._events.preparing("time tiles"):
@@ -342,7 +342,7 @@ class Planner:
             plan = dataclasses.replace(plan, memory_format=layout, timed_seconds=timed)
         elif seconds <= min(_CHEAP * plan.predicted_seconds, _SOON):
             with self._events.preparing("time tiles"):
-                plan = dataclasses.replace(plan, timed_seconds=timed_passes(prepared, plan.memory_format))
+                plan = dataclasses.replace(plan, timed_seconds=trial_seconds(prepared, plan.memory_format))
             self._tried(problem)
         prepared.plan = plan
         return prepared
@@ -430,7 +430,7 @@ def _compiled(prepared: Prepared) -> int:
     return on_tiles + whole_compiled_convolutions(prepared.graph, backward=backward)
 
 
-def _trial_seconds(plan: Plan) -> float:
+def _predicted_trial_seconds(plan: Plan) -> float:
     """Predict what one tile of each pass takes, by the cost model."""
     tiles = [plan.segments[p.segment].tile_count for p in plan.passes]
     shares = sum(share / count for share, count in zip(plan.pass_shares, tiles, strict=True))

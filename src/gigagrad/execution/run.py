@@ -29,8 +29,9 @@ from gigagrad.execution.needed import Within, needed_tiles
 from gigagrad.execution.prepared import Prepared
 from gigagrad.execution.probes import Memory, Progress
 from gigagrad.execution.scalars import ScalarGraph, Values
+from gigagrad.execution.sinks import Piece
 from gigagrad.execution.sources import Source
-from gigagrad.execution.tile_loops import Piece, TileLoops
+from gigagrad.execution.tile_loops import TileLoops
 from gigagrad.execution.tracebacks import empty_frames
 from gigagrad.graphs import FIELD_BINS, GATHER
 from gigagrad.graphs.crops import as_stored, batched, laid_out

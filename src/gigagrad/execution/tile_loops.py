@@ -14,7 +14,6 @@ from typing import TypeVar
 
 import torch
 
-from gigagrad.boxes import Box
 from gigagrad.execution.buffers import Buffers
 from gigagrad.execution.comm import Comm, PassResult
 from gigagrad.execution.gradient_scale import multiplied
@@ -24,6 +23,7 @@ from gigagrad.execution.prepared import Pass, Prepared
 from gigagrad.execution.probes import Memory, Progress
 from gigagrad.execution.rounding_error import RoundingErrors, Watch, error_gains
 from gigagrad.execution.scalars import ScalarGraph, Values
+from gigagrad.execution.sinks import Piece
 from gigagrad.execution.tile_program import Activations, PassContext, TileInputs
 from gigagrad.graphs.crops import aligned
 from gigagrad.plans import Chunks, Segment, TileGeometry, Tiles, estimate
@@ -32,7 +32,6 @@ from gigagrad.plans.saving import is_saved
 from gigagrad.stores import Quantised
 
 Result = TypeVar("Result")
-Piece = tuple[Box, torch.Tensor]
 Item = tuple[int, TileGeometry, TileInputs]
 """A tile of a chunk, and what it is computed from."""
 

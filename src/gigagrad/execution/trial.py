@@ -25,9 +25,9 @@ _CLEARLY = 0.85
 single timings are off by large factors, and the choice should not flicker."""
 
 
-def trial_seconds(prepared: Prepared, memory_format: str, timings: int = 1) -> tuple[float, ...]:
-    """Time each pass in this layout, by the fastest of so many runs of a middle tile of it; whole-field operators by
-    the cost model.
+def trial_seconds(prepared: Prepared, memory_format: str, timings: int = _TIMINGS) -> tuple[float, ...]:
+    """Time each pass in this layout, by the fastest of so many runs of a middle tile of it: the first run of every
+    kernel is slower, and on a busy machine any run may be. Whole-field operators take what the cost model says.
     """
     layout = torch.channels_last if memory_format == "channels_last" else torch.contiguous_format
     plan, problem, found = prepared.plan, prepared.problem, list[float]()
@@ -46,13 +46,6 @@ def trial_seconds(prepared: Prepared, memory_format: str, timings: int = 1) -> t
         reading = problem.reading.seconds_of(problem.graph, segment)
         found.append(problem.reading.pass_seconds(reading, computed / plan.workers, plan.readers) + whole)
     return tuple(found)
-
-
-def timed_passes(prepared: Prepared, memory_format: str) -> tuple[float, ...]:
-    """Time each pass by the faster of a tile's two runs: the first run of every kernel is slower, and on a busy machine
-    any run may be.
-    """
-    return trial_seconds(prepared, memory_format, _TIMINGS)
 
 
 def _tile_seconds(prepared: Prepared, segment: Segment, backward: bool, layout: torch.memory_format) -> float:
@@ -108,13 +101,14 @@ def faster_layout(prepared: Prepared) -> tuple[str, tuple[float, ...]]:
     small = _with_tiles(
         prepared, [(max(1, h // 2), max(1, w // 2)) for h, w in (s.tile for s in prepared.plan.segments)]
     )
-    trial_seconds(small, "channels_last")  # the first run of every kernel is slower
+    trial_seconds(small, "channels_last", 1)  # the first run of every kernel is slower
     wins = losses = 0
     while wins < _WINS_NEEDED and losses <= _ROUNDS - _WINS_NEEDED:
-        won = sum(trial_seconds(small, "contiguous")) < _CLEARLY * sum(trial_seconds(small, "channels_last"))
+        contiguous, last = (sum(trial_seconds(small, layout, 1)) for layout in ("contiguous", "channels_last"))
+        won = contiguous < _CLEARLY * last
         wins, losses = wins + won, losses + (not won)
     layout = "contiguous" if wins == _WINS_NEEDED else "channels_last"
-    return layout, timed_passes(prepared, layout)
+    return layout, trial_seconds(prepared, layout)
 
 
 def _with_tiles(prepared: Prepared, tiles: list[tuple[int, int]]) -> Prepared:

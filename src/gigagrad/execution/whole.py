@@ -14,7 +14,7 @@ from torch._utils import _flatten_dense_tensors
 from torch.utils._pytree import tree_map_only
 
 from gigagrad.events import Events, TileDone
-from gigagrad.execution.drawn import DrawnAsInTiles, NotDrawn, draws_by_call
+from gigagrad.execution.drawn import DrawnAsInTiles, NotAtOnce, draws_by_call
 from gigagrad.execution.prepared import Prepared
 from gigagrad.execution.probes import whole_begun
 from gigagrad.execution.refusals import refused_by_pytorch
@@ -23,10 +23,6 @@ from gigagrad.execution.sources import Source
 from gigagrad.graphs import LossModule
 from gigagrad.plans.program import Whole
 from gigagrad.plans.whole import unseen_bytes
-
-
-class NotAtOnce(Exception):
-    """The whole image cannot be computed at once, although it was planned; the message says why."""
 
 
 class Copies:
@@ -96,9 +92,9 @@ class WholeRun:
                 self._run()
                 if not step.keeps:
                     watch.tile_done()
-        except NotDrawn as error:
+        except NotAtOnce:
             self._undo(before)
-            raise NotAtOnce("the model draws random numbers otherwise than it did for the plan") from error
+            raise
         except torch.OutOfMemoryError as error:
             if device.is_host:
                 raise
