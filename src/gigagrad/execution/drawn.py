@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any, Final, NamedTuple
-from weakref import WeakKeyDictionary
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -13,6 +12,7 @@ from gigagrad.devices import Device
 from gigagrad.execution.seeds import GENERATORS, SEED, drawing, key_of, seed_of
 from gigagrad.graphs import Draw, Graph
 from gigagrad.graphs.draws import DRAWING, DROPOUTS
+from gigagrad.graphs.graph import remembered
 from gigagrad.graphs.operators import uniform
 
 _OF_DROPOUT: Final = frozenset(function.__name__ for function in DROPOUTS)
@@ -31,17 +31,11 @@ class Drawn(NamedTuple):
     """The operator that compares uniform numbers, of dropout by places; else empty."""
 
 
+@remembered
 def draws_by_call(graph: Graph, calls: tuple[Draw | None, ...] | None) -> tuple[Drawn | None, ...] | None:
     """Return for each call that may draw what draws the same numbers in a graph, None for one that draws nothing; None
     instead of a tuple where the two do not correspond.
     """
-    known = _found.setdefault(graph, {})
-    if calls not in known:
-        known[calls] = _draws_by_call(graph, calls)
-    return known[calls]
-
-
-def _draws_by_call(graph: Graph, calls: tuple[Draw | None, ...] | None) -> tuple[Drawn | None, ...] | None:
     if calls is None or len(drawing(graph)) != sum(call is not None for call in calls):
         return None
     nodes, found = iter(drawing(graph)), list[Drawn | None]()
@@ -65,10 +59,6 @@ def _drawn(graph: Graph, call: Draw, node_id: int) -> Drawn | None:
         return None
     compared = [one.op for one in graph.nodes if uniform_numbers[0].id in one.operands]
     return Drawn(node_id, compared[0]) if compared in ([_AT_LEAST], [_BELOW]) else None
-
-
-_found: WeakKeyDictionary[Graph, dict[Any, tuple[Drawn | None, ...] | None]] = WeakKeyDictionary()
-"""Answers for the graphs that are there: every run asks."""
 
 
 class NotAtOnce(Exception):

@@ -7,7 +7,6 @@ import warnings
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -15,8 +14,8 @@ from torch import nn
 from gigagrad.errors import ModelError
 from gigagrad.execution.scalars import Values, evaluated
 from gigagrad.graphs import Captured, Graph, LossModule
+from gigagrad.graphs.graph import remembered
 
-_BEHIND: WeakKeyDictionary[Graph, tuple[list[int], set[int], set[int]]] = WeakKeyDictionary()
 _USUAL_COPIES = 2
 """Copies of the trainable parameters, where nothing says what there will be: Adam's two moments."""
 _OTHER_KERNELS = ("foreach", "fused", "capturable")
@@ -107,17 +106,13 @@ def check_independent(captured: Captured) -> None:
     raise ModelError(f"a forward of the model {what}, so slides come one after the other; leave all ranks in one group")
 
 
+@remembered
 def _behind(graph: Graph) -> tuple[list[int], set[int], set[int]]:
-    """Return the nodes behind buffers and parameters that the graph writes, those, and what else they read: worked out
-    once for a graph.
-    """
-    found = _BEHIND.get(graph)
-    if found is None:
-        later = _behind_written(graph)
-        read = {*graph.updates.values(), *(i for node in later for i in graph[node].operands)}
-        written = {i for i in read if _is_written(graph, i)}
-        found = _BEHIND[graph] = later, written, read - written - set(later)
-    return found
+    """Return the nodes behind buffers and parameters that the graph writes, those, and what else they read."""
+    later = _behind_written(graph)
+    read = {*graph.updates.values(), *(i for node in later for i in graph[node].operands)}
+    written = {i for i in read if _is_written(graph, i)}
+    return later, written, read - written - set(later)
 
 
 def _is_written(graph: Graph, node_id: int) -> bool:

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from heapq import heappop, heappush
-from weakref import WeakKeyDictionary
 
 import torch
 from torch.autograd.graph import get_gradient_edge
@@ -20,6 +19,7 @@ from gigagrad.execution.gradient_scale import GradientScale, multiplied
 from gigagrad.execution.refusals import explained
 from gigagrad.execution.seeds import GENERATORS, drawing, seed_of
 from gigagrad.graphs import GATHER, Call, Graph
+from gigagrad.graphs.graph import remembered
 from gigagrad.graphs.op_rules import Bound, plain
 from gigagrad.plans import Segment, levels
 from gigagrad.plans.memory import passing_values
@@ -28,10 +28,6 @@ from gigagrad.plans.segments import differentiable_reductions
 
 Values = dict[int, torch.Tensor]
 
-
-_BOUND: WeakKeyDictionary[Graph, dict[tuple[int, torch.device], Bound]] = WeakKeyDictionary()
-"""Operators of the graphs that are there, bound once for all runs."""
-_ORDERS: WeakKeyDictionary[Graph, dict[frozenset[int], _Order]] = WeakKeyDictionary()
 _HOLDERS = getattr(torch._C, "_storage_Use_Count", None)
 """Counts who holds a storage; no version of PyTorch promises it, and without it values are copied."""
 _AT_ONCE = 1 << 17
@@ -92,14 +88,8 @@ class _Order:
     """Bytes of the gradients that come from the tape, not from tiles, by parameter."""
 
 
+@remembered
 def _order(graph: Graph, kept: frozenset[int]) -> _Order:
-    known = _ORDERS.setdefault(graph, {})
-    if kept not in known:
-        known[kept] = _find_order(graph, kept)
-    return known[kept]
-
-
-def _find_order(graph: Graph, kept: frozenset[int]) -> _Order:
     level, gone = levels(graph, kept), passing_values(graph)
     readers, passing, missing = dict[int, list[int]](), dict[int, list[int]](), dict[int, int]()
     for node in graph.nodes:
@@ -340,10 +330,13 @@ class ScalarGraph:
 
 def evaluated(graph: Graph, node_id: int, values: Values, device: torch.device) -> torch.Tensor:
     """Compute the value, or of an operator with several outputs the tuple, which only `gigagrad.item` reads."""
-    node, bound = graph[node_id], _BOUND.setdefault(graph, {})
-    run = bound.get((node_id, device))
-    if run is None:
-        placed = {} if node.arguments.get("device") is None else {"device": device}
-        run = bound[node_id, device] = plain(Call(node, graph.operands(node)), **placed)
+    node, run = graph[node_id], _bound(graph, node_id, device)
     with explained(node):
         return run([values[i] for i in node.operands])
+
+
+@remembered
+def _bound(graph: Graph, node_id: int, device: torch.device) -> Bound:
+    node = graph[node_id]
+    placed = {} if node.arguments.get("device") is None else {"device": device}
+    return plain(Call(node, graph.operands(node)), **placed)

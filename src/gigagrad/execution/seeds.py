@@ -9,17 +9,15 @@ import threading
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Final
-from weakref import WeakKeyDictionary
 
 import torch
 
 from gigagrad.graphs import Graph, Node
 from gigagrad.graphs.draws import draws as may_draw
+from gigagrad.graphs.graph import remembered
 from gigagrad.graphs.operators import function, scrambled
 from gigagrad.ranks import Ranks
 
-_drawing: WeakKeyDictionary[Graph, Mapping[int, int]] = WeakKeyDictionary()
-"""Answers for the graphs that are there: every run asks."""
 GENERATORS: Final = threading.RLock()
 """Held by whoever seeds PyTorch's generators, which are those of all threads."""
 SEED = "gigagrad.seed"
@@ -46,13 +44,11 @@ def draws_of(run: int, seed: int | None, ranks: Ranks, *, drawn: bool) -> int:
     return int(number)
 
 
+@remembered
 def drawing(graph: Graph) -> Mapping[int, int]:
     """Return the nodes that draw random numbers, each with a number of its own."""
-    found = _drawing.get(graph)
-    if found is None:
-        drawn = (node.id for node in graph.nodes if _draws(node))
-        found = _drawing[graph] = MappingProxyType({i: number for number, i in enumerate(drawn)})
-    return found
+    drawn = (node.id for node in graph.nodes if _draws(node))
+    return MappingProxyType({i: number for number, i in enumerate(drawn)})
 
 
 def seed_values(graph: Graph, draws: int) -> dict[int, torch.Tensor]:

@@ -11,15 +11,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import wraps
 from math import prod
 from types import MappingProxyType
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypeVar, TypeVarTuple, Unpack
 
 import torch
 from torch.utils._pytree import TreeSpec
 
 from gigagrad.boxes import Box
 from gigagrad.graphs.whole import WholeCost
+
+Given = TypeVarTuple("Given")
+Found = TypeVar("Found")
 
 Axes = tuple[int, int]
 """The positions of a field's y and x axes, negative: `(-2, -1)` for NCHW, `(-3, -2)` for NHWC. The same one twice where
@@ -207,6 +211,8 @@ class Graph:
     """For each node what it reads beside fields."""
     _gathers: Mapping[int, tuple[int, ...]] = field(init=False)
     _reductions: Mapping[int, tuple[int, ...]] = field(init=False)
+    _known: dict[tuple[object, ...], Any] = field(init=False, repr=False, default_factory=dict)
+    """Answers of functions that are `remembered`."""
 
     def __post_init__(self) -> None:
         reads = (tuple(i for i in dict.fromkeys(node.operands) if self.nodes[i].is_field) for node in self.nodes)
@@ -301,6 +307,23 @@ class Graph:
                 seen.add(node_id)
                 stack.extend(self.nodes[node_id].operands)
         return seen
+
+
+def remembered(find: Callable[[Graph, Unpack[Given]], Found]) -> Callable[[Graph, Unpack[Given]], Found]:
+    """Wrap a function of a graph and of what can be hashed, so that each answer is found once and goes with the
+    graph.
+    """
+
+    @wraps(find)
+    def known(graph: Graph, *given: *Given) -> Found:
+        key = find, *given
+        try:
+            answer: Found = graph._known[key]
+        except KeyError:
+            answer = graph._known[key] = find(graph, *given)
+        return answer
+
+    return known
 
 
 _NUMBERS: Final = frozenset({int, float, bool, str, type(None), torch.dtype})

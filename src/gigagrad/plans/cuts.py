@@ -55,7 +55,7 @@ class Cuts:
 
     def __init__(self, graph: Graph, seconds: Seconds, *, backward: bool) -> None:
         self._graph, self._seconds, self._backward = graph, seconds, backward
-        self._required = frozenset(gathered(graph))
+        self._required = gathered(graph)
         self._level = levels(graph, self._required)
         self.candidates = _candidates(graph, self._required)
         last_use = _last_uses(graph, self.candidates)

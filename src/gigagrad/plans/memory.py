@@ -12,7 +12,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
 from math import inf, prod
-from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -20,6 +19,7 @@ from numpy.typing import NDArray
 
 from gigagrad.boxes import Span
 from gigagrad.graphs import GATHER, MOMENTS, SCATTER, Call, Graph, Layout, Node, lookup
+from gigagrad.graphs.graph import remembered
 from gigagrad.graphs.op_rules import Saved, registered
 from gigagrad.plans.geometry import AxisGeometry, Grid, TileGeometry
 from gigagrad.plans.segments import Segment, summed_globals
@@ -40,14 +40,6 @@ class _Lives:
     """The number of entries until the forward is through."""
     let_go: tuple[int, ...]
     """Places of the crops that are gone by then beside those."""
-
-
-_LIVES: WeakKeyDictionary[Graph, dict[tuple[object, ...], _Lives]] = WeakKeyDictionary()
-"""Lives of crops by graph and the operators that run: asked for with every tile shape."""
-_SAVED: WeakKeyDictionary[Graph, list[set[int]]] = WeakKeyDictionary()
-"""Crops that autograd keeps by graph and operator."""
-_WORKSPACES: WeakKeyDictionary[Graph, dict[tuple[int, Span, Span], int]] = WeakKeyDictionary()
-"""Workspaces by graph, operator and the spans of its output: segments have most of them in common."""
 
 
 def crop_sizes(graph: Graph, segment: Segment, tile: TileGeometry) -> dict[int, int]:
@@ -75,9 +67,9 @@ def tile_bytes(
     """
     size = crop_sizes(graph, segment, tile) if size is None else size
     run = tuple([i for i in segment.fields if size[i]])
-    lives = _lives(graph, segment, run, backward=backward)
+    lives = _lives(graph, run, segment.reads, segment.reductions, segment.kept, backward)
     crops = [size[i] for i in lives.fields]
-    known, workspaces = _WORKSPACES.setdefault(graph, {}), []
+    known, workspaces = _workspaces(graph), []
     for call in lives.working:
         i = call.node.id
         place = i, tile.y.spans[i], tile.x.spans[i]
@@ -283,28 +275,36 @@ def _reader_counts(graph: Graph, run: tuple[int, ...]) -> dict[int, int]:
     return counts
 
 
-def _lives(graph: Graph, segment: Segment, run: tuple[int, ...], *, backward: bool) -> _Lives:
-    known = _LIVES.setdefault(graph, {})
-    key = run, segment.reads, segment.reductions, segment.kept, backward
-    if key not in known:
-        known[key] = _simulated(graph, segment, run, backward=backward)
-    return known[key]
+@remembered
+def _workspaces(graph: Graph) -> dict[tuple[int, Span, Span], int]:
+    """Return workspaces by operator and the spans of its output, as far as they are known: segments have most of them
+    in common.
+    """
+    return {}
 
 
-def _simulated(graph: Graph, segment: Segment, run: tuple[int, ...], *, backward: bool) -> _Lives:
-    """Simulate one tile: what is allocated, before what is released at the same moment."""
-    nodes, reads, fields = graph.nodes, graph.reads, (*segment.reads, *run)
-    working = [i for i in run if lookup(nodes[i].op).takes_workspace or i in segment.kept]
+@remembered
+def _lives(
+    graph: Graph,
+    run: tuple[int, ...],
+    read: tuple[int, ...],
+    reductions: tuple[int, ...],
+    kept: tuple[int, ...],
+    backward: bool,
+) -> _Lives:
+    """Simulate one tile of a segment: what is allocated, before what is released at the same moment."""
+    nodes, reads, fields = graph.nodes, graph.reads, (*read, *run)
+    working = [i for i in run if lookup(nodes[i].op).takes_workspace or i in kept]
     crop = {i: place for place, i in enumerate(fields)}
     workspace = {i: [(len(fields) + place, 1)] for place, i in enumerate(working)}
-    events = [(crop[i], 1) for i in segment.reads]
+    events = [(crop[i], 1) for i in read]
 
     def briefly(taken: list[tuple[int, int]]) -> None:
         events.extend([*taken, *((entry, -factor) for entry, factor in taken)])
 
     released = _released(graph, run)
     saved = {i for crops in released.values() for i in crops}
-    pending, stays = _reader_counts(graph, run), {*segment.reads, *(saved if backward else ())}
+    pending, stays = _reader_counts(graph, run), {*read, *(saved if backward else ())}
     unread = [i for i in run if i not in pending]
     for node_id in run:
         events.append((crop[node_id], 1))
@@ -315,12 +315,12 @@ def _simulated(graph: Graph, segment: Segment, run: tuple[int, ...], *, backward
                 events.append((crop[operand], -1))
     forward = len(events)
     # Images that no operator saves are gone by then.
-    let_go = tuple(crop[i] for i in segment.reads if i not in saved and not nodes[i].differentiable)
+    let_go = tuple(crop[i] for i in read if i not in saved and not nodes[i].differentiable)
     if backward:
         cotangents = {i for i in unread if nodes[i].differentiable}
         events += [(crop[i], 1) for i in cotangents]
         # A moment's gradient is made of a few passes over its field, before anything else is pulled back.
-        for reduction in segment.reductions:
+        for reduction in reductions:
             field = graph[reduction].operands[0]
             if graph[reduction].op == MOMENTS and graph[reduction].differentiable and field in crop:
                 briefly([(crop[field], 3 * max(1, 4 // graph[field].dtype.itemsize))])
@@ -337,12 +337,13 @@ def _simulated(graph: Graph, segment: Segment, run: tuple[int, ...], *, backward
             if node_id in cotangents:
                 cotangents.discard(node_id)
                 events.append((crop[node_id], -1))
-            events += [(crop[i], -1) for i in released.get(node_id, ()) if i not in segment.reads]
+            events += [(crop[i], -1) for i in released.get(node_id, ()) if i not in read]
     entries, factors = np.array(events, np.int64).reshape(-1, 2).T
     calls = tuple(Call(nodes[i], graph.operands(nodes[i])) for i in working)
     return _Lives(fields, calls, entries, factors, forward, let_go)
 
 
+@remembered
 def _saved(graph: Graph) -> list[set[int]]:
     """Return, by operator, the crops that autograd keeps for its backward."""
     nodes = graph.nodes
@@ -354,9 +355,7 @@ def _saved(graph: Graph) -> list[set[int]]:
 
 def _released(graph: Graph, run: tuple[int, ...]) -> dict[int, list[int]]:
     """Return, by operator, the crops that autograd keeps until its backward: of those that keep a crop it ran first."""
-    saved = _SAVED.setdefault(graph, [])
-    if not saved:
-        saved += _saved(graph)
+    saved = _saved(graph)
     first = {crop: node_id for node_id in reversed(run) for crop in saved[node_id]}
     released: dict[int, list[int]] = {}
     for crop, node_id in first.items():

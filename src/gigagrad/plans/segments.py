@@ -21,6 +21,7 @@ from enum import Enum
 from math import prod
 
 from gigagrad.graphs import GATHER, SCATTER, Affine, Graph, lookup
+from gigagrad.graphs.graph import remembered
 from gigagrad.plans.program import Tiles
 
 
@@ -106,9 +107,11 @@ def _segment(
     return Segment(index, tuple(reductions), tuple(keeps), delivers, computed, reads, tuple(sorted(read_globals)))
 
 
-def gathered(graph: Graph) -> set[int]:
+@remembered
+def gathered(graph: Graph) -> frozenset[int]:
     """Return the fields that whole-field operators read, but for the images themselves."""
-    return {i for node in graph.nodes if node.op == GATHER for i in node.operands if not is_read(graph, i)}
+    read = (i for node in graph.nodes if node.op == GATHER for i in node.operands)
+    return frozenset(i for i in read if not is_read(graph, i))
 
 
 def summed_globals(graph: Graph, segment: Segment) -> list[int]:
