@@ -185,8 +185,8 @@ def test_cotangents_of_weights_in_fewer_bits_do_not_wait_for_the_end(monkeypatch
     """They arrive at the cast of a weight, not at the weight; in float64 they take four times its bytes."""
     waiting, compute = [], Run._compute
 
-    def counted(self):
-        compute(self)
+    def counted(self, *given):
+        compute(self, *given)
         waiting.append(max((value.numel() for value in self._scalars._pending.values()), default=0))
 
     monkeypatch.setattr(Run, "_compute", counted)

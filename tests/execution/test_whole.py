@@ -19,7 +19,7 @@ from gigagrad.devices.heap import LargeBlocks
 from gigagrad.errors import BudgetError
 from gigagrad.events import Event, Notice, StepMeasured, TileDone
 from gigagrad.execution.drawn import DrawnAsInTiles, NotAtOnce
-from gigagrad.execution.whole import Copies, WholeRun
+from gigagrad.execution.whole import WholeRun, restoring
 from gigagrad.graphs import InputSpec, capture
 from gigagrad.plans import Problem
 from gigagrad.plans.whole import whole_plan
@@ -386,11 +386,11 @@ WRITTEN = [
 def test_what_was_written_is_as_before(written):
     tensors = [one.detach().clone().requires_grad_(one.requires_grad) for one in written]
     expected = [one.detach().resolve_conj().contiguous().numpy().tobytes() for one in tensors]
-    copies = Copies(tensors)
+    restore = restoring(tensors)
     with torch.no_grad():
         for one in tensors:
             one.fill_(1)
-    copies.restore()
+    restore()
     assert [one.detach().resolve_conj().contiguous().numpy().tobytes() for one in tensors] == expected
     assert [one.requires_grad for one in tensors] == [one.requires_grad for one in written]
 

@@ -33,7 +33,6 @@ class Pass:
 
     segment: Segment
     programs: SegmentPrograms
-    chunks: Chunks
     leaves: tuple[int, ...]
     """The nodes, beside fields, whose gradients a backward pass sums."""
     reduced: frozenset[int]
@@ -136,7 +135,6 @@ class Prepared:
         return Pass(
             segment=segment,
             programs=self.programs(segment),
-            chunks=self.chunks(index),
             leaves=tuple(leaves),
             reduced=frozenset(graph[i].operands[0] for i in segment.reductions),
             merges={i: merge for i, merge in merges if merge is not None},

@@ -118,9 +118,6 @@ class Run:
         """True where memory that it freed may stay for the next step: not behind an error, or a prediction."""
         large = any(node.whole and node.nbytes >= _LARGE_BYTES for node in prepared.graph.nodes)
         self._makes_room = large and device.is_host
-        self._result: PassResult | None = None
-        self._totals: tuple[Values, Values] = ({}, {})
-        """Sums of gradients and of reductions, once ranks have joined them, until something is made of them."""
 
     def __enter__(self) -> Run:
         """Open the buffers. Raises StoreError if a tier has no room for what the plan keeps there."""
@@ -141,7 +138,6 @@ class Run:
         # Notebooks keep the last traceback: with it only what they may want to see, not what the run held.
         self._buffers.forget()
         self._scalars.forget()
-        self._result, self._totals = None, ({}, {})
         empty_frames(error)
         self._prepared.device.trim()  # there may be no next step that takes what this one freed
 
@@ -193,20 +189,22 @@ class Run:
 
     def _passes(self, steps: Sequence[Step] | None = None) -> Iterator[Piece]:
         coming: tuple[Buffer, ...] = ()
+        result: PassResult | None = None
+        sums: tuple[Values, Values] = {}, {}  # of gradients and of reductions, until something is made of them
         for step in self._prepared.plan.steps if steps is None else steps:
             if isinstance(step, Allocate):
                 coming = step.buffers  # taken when there is room for all that their pass takes at once
             elif isinstance(step, Tiles):
                 self._begin(coming)
-                coming = ()
-                self._result = yield from self._compute_tiles(step)
+                coming, tiles = (), step
+                result = yield from self._compute_tiles(step)
             elif isinstance(step, Exchange):
-                assert self._result is not None
-                self._totals = self._comm.exchange(step, self._result)
+                assert result is not None
+                sums, result = self._comm.exchange(step, result), None
             elif isinstance(step, Gather):
-                self._comm.gather(step, [self._scalars.gradients] if step.gradients else self._totals)
+                self._comm.gather(step, [self._scalars.gradients] if step.gradients else sums)
             elif isinstance(step, Scalars):
-                self._backward_rest() if step.segment is None else self._compute()
+                self._backward_rest() if step.segment is None else self._compute(tiles, *sums)
             elif isinstance(step, Release):
                 self._buffers.release(step.keys)
         if self._scalars.backward:
@@ -256,14 +254,11 @@ class Run:
                     self._buffers.cotangents[field].add(node.box, as_stored(whole, node, node.extent))
         return cotangents
 
-    def _compute(self) -> None:
+    def _compute(self, step: Tiles, totals: Values, reduced: Values) -> None:
         """Turn finished reductions and gathered fields into values of the graph, compute what waited for them, and give
-        the gradients of a pass to what they are gradients of.
+        the gradients of a pass to what they are gradients of; both sums are emptied.
         """
-        assert self._result is not None
-        step, (totals, reduced) = self._result.step, self._totals
         segment = self._prepared.segments[step.segment]
-        self._result, self._totals = None, ({}, {})
         if step.phase != "backward":
             for reduction in segment.reductions:
                 self._scalars.put(reduction, laid_out(reduced.pop(reduction).to(self._graph[reduction].dtype)))

@@ -75,21 +75,17 @@ class TileLoops:
         context = self._context(bound, fields)
         sums_of_chunks = self._comm.new_sums(step)
 
-        def shares_of(tile: TileGeometry, crops: Values) -> Values:
-            program = programs.at(tile)
-            if tile.id not in saved:
-                return program.run(tile, crops, context.globals, context)
-            activations = program.activations(tile, crops, context)
-            self._saved[segment.index, tile.id] = activations
-            return {i: share.detach() for i, share in activations.shares.items()}
-
         def work(item: Item) -> tuple[TileGeometry, Values, Piece | None]:
             _, tile, inputs = item
             if not self._is_needed(segment, tile):
                 return tile, {}, self._piece(segment, tile, None)
             program = programs.at(tile)
             with torch.no_grad():
-                shares = shares_of(tile, inputs.crops)
+                if tile.id in saved:
+                    self._saved[segment.index, tile.id] = activations = program.activations(tile, inputs.crops, context)
+                    shares = {i: share.detach() for i, share in activations.shares.items()}
+                else:
+                    shares = program.run(tile, inputs.crops, context.globals, context)
                 for i in segment.kept:
                     if i in shares:
                         self._buffers.kept[i].write(tile.wanted(i), shares[i])

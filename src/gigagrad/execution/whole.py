@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property
 from typing import Any
@@ -25,22 +25,23 @@ from gigagrad.plans.program import Whole
 from gigagrad.plans.whole import unseen_bytes
 
 
-class Copies:
-    """Hold the values that tensors have now: in one copy for all of a dtype, as each costs a launch."""
-
-    def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
-        alike = defaultdict[tuple[torch.dtype, torch.device], list[torch.Tensor]](list)
-        for tensor in tensors:
-            alike[tensor.dtype, tensor.device].append(tensor)
-        with torch.no_grad():
-            self._copies = [(parts, _flat_copy(parts)) for parts in alike.values()]
+def restoring(tensors: Iterable[torch.Tensor]) -> Callable[[], None]:
+    """Return a function that gives tensors the values again that they have now, copied at once for all of a dtype, as
+    each copy costs a launch.
+    """
+    alike = defaultdict[tuple[torch.dtype, torch.device], list[torch.Tensor]](list)
+    for tensor in tensors:
+        alike[tensor.dtype, tensor.device].append(tensor)
+    with torch.no_grad():
+        copies = [(parts, _flat_copy(parts)) for parts in alike.values()]
 
     @torch.no_grad()
-    def restore(self) -> None:
-        """Give the tensors these values again."""
-        for parts, values in self._copies:
+    def restore() -> None:
+        for parts, values in copies:
             for part, value in zip(parts, torch.split(values, [part.numel() for part in parts]), strict=True):
                 part.copy_(value.view(part.shape))
+
+    return restore
 
 
 class WholeRun:
@@ -83,7 +84,7 @@ class WholeRun:
         (step,) = plan.steps
         assert isinstance(step, Whole)
         cost = self._prepared.graph.whole[self._backward]
-        before = Copies([] if device.is_host and not drawing(self._prepared.graph) else self._written())
+        restore = restoring([] if device.is_host and not drawing(self._prepared.graph) else self._written())
         watch = device.memory_guard(plan.predicted_peak_bytes, plan.budget_bytes)
         self._events.emit(whole_begun(plan, "whole image"))
         try:
@@ -93,12 +94,12 @@ class WholeRun:
                 if not step.keeps:
                     watch.tile_done()
         except NotAtOnce:
-            self._undo(before)
+            self._undo(restore)
             raise
         except torch.OutOfMemoryError as error:
             if device.is_host:
                 raise
-            self._undo(before)
+            self._undo(restore)
             raise NotAtOnce(f"the whole image takes more memory than was predicted ({error})") from error
         except Exception as error:
             if (refused := refused_by_pytorch(error)) is not None:
@@ -113,8 +114,8 @@ class WholeRun:
         """Parameters, buffers and tensors from outside by their names."""
         return {**self._composite.named_tensors(), **self._prepared.graph.closed}
 
-    def _undo(self, before: Copies) -> None:
-        before.restore()
+    def _undo(self, restore: Callable[[], None]) -> None:
+        restore()
         _empty(self._filled)
 
     def _written(self) -> list[torch.Tensor]:
