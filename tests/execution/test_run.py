@@ -328,14 +328,14 @@ def test_later_steps_bind_nothing_anew(monkeypatch):
     engine.in_tiles = True
     engine.backward(image, target)
     bound: list[Any] = []
-    for where, name in ((Prepared, "_bind"), (scalars, "_find_order"), (scalars, "plain"), (Buffers, "_find_windows")):
+    for where, name in ((Prepared, "_bind"), (scalars, "levels"), (scalars, "plain"), (Buffers, "_find_windows")):
         made = getattr(where, name)
         monkeypatch.setattr(where, name, noted(made, bound))
     engine.backward(image, target)
     assert not bound
     assert len(engine.plan(image, target).passes) == 3
     engine.backward(image[..., :18, :18], target[..., :14, :14])
-    assert {made.__name__ for made in bound} == {"_bind", "_find_order", "plain", "_find_windows"}
+    assert {made.__name__ for made in bound} == {"_bind", "levels", "plain", "_find_windows"}
 
 
 def test_running_statistics_are_computed_without_autograd(monkeypatch):
