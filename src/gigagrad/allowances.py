@@ -74,6 +74,16 @@ FREE_SHARE: Final = 0.95
 """The share of what is free now that a run counts on where no budget is named: others use the machine, too."""
 
 
+def most_kept(peak_bytes: int, used_bytes: int, room_bytes: int | None) -> int:
+    """Return what may be held between two steps with such a peak, freed blocks included: of the room, or of any where
+    that is None, at least as much is left for others as stays beside what is used
+    (docs/decisions/0090-memory-step-after-step.md).
+    """
+    if room_bytes is None:
+        return peak_bytes
+    return min(peak_bytes, used_bytes + max(0, room_bytes - used_bytes) // 2)
+
+
 def whole_pages(nbytes: int) -> int:
     """Return the bytes that a block takes in memory: a large one is made of huge pages."""
     return -(-nbytes // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES if nbytes >= HUGE_PAGE_BYTES else nbytes

@@ -26,6 +26,7 @@ from gigagrad.allowances import (
     MOST_COMPILED,
     RUNTIME_BYTES,
     UNNOTICED_BYTES,
+    most_kept,
 )
 from gigagrad.devices.buffer_pool import BufferPool
 from gigagrad.devices.device import Device, MemoryGuard, Say, register_device
@@ -216,9 +217,7 @@ class HeapGuard(MemoryGuard):
             self.reserve(0)
 
     def _most_kept(self) -> int:
-        """Return what may be held until the next run, freed blocks included: of the budget, or of what is free without
-        one, at least as much is left for others.
-        """
+        """Return what may be held until the next run, by the budget, or by what is free without one."""
         room = self._budget_bytes
         if room is None:
             held = self._device.held_bytes()
@@ -226,7 +225,7 @@ class HeapGuard(MemoryGuard):
             room = None if free is None else held + free
         if room is None or room >= 2 * self._roof_bytes or (used := self._device.used_bytes()) is None:
             return self._roof_bytes
-        return min(self._roof_bytes, used + max(0, room - used) // 2)
+        return most_kept(self._roof_bytes, used, room)
 
     def _hold_within(self, most: int) -> bool:
         """Return whether no more is held, with little more given back than that takes."""

@@ -154,7 +154,7 @@ class Whole:
     from_heap: bool = False
     """Large blocks come from the heap, which keeps what is freed, and not one by one from the system."""
     keeps: bool = False
-    """Memory that it frees stays in the heap for the next step: there is as much room beside it."""
+    """Memory that it frees stays in the heap for the next step: all of it may (`allowances.most_kept`)."""
 
 
 Step = Allocate | Tiles | Exchange | Gather | Scalars | Release | Whole

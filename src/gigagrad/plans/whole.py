@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from math import prod
 
-from gigagrad.allowances import ALLOCATOR_FRAGMENTATION, FILLED_UNSEEN_BYTES
+from gigagrad.allowances import ALLOCATOR_FRAGMENTATION, FILLED_UNSEEN_BYTES, most_kept
 from gigagrad.graphs import WholeCost
 from gigagrad.plans import estimate
 from gigagrad.plans.cost import autograd_seconds
@@ -29,7 +29,8 @@ def whole_plan(problem: Problem, memory_format: str) -> Plan | None:
     for freed_bytes, step in _ways(cost, phase):
         fixed = _amounts(problem, cost, freed_bytes)
         if room is None or total(fixed) <= room:
-            step = replace(step, keeps=step.from_heap and (room is None or total(fixed) + cost.peak_bytes <= room))
+            peak = total(fixed)
+            step = replace(step, keeps=step.from_heap and most_kept(peak, peak - cost.peak_bytes, room) == peak)
             return Plan(
                 image_shape=problem.image_shape,
                 device=problem.device,
