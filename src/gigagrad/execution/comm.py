@@ -58,7 +58,7 @@ class Comm:
     def new_overlap(self, step: Tiles, chunks: Chunks, field: int, store: Store) -> Overlap:
         first = step.own(self._ranks.index).start
         elsewhere = chunks.reached_before(field, first) if first else []
-        return Overlap(store, chunks, field, elsewhere, (self._device, self._prepared.layout))
+        return Overlap(store, chunks, field, elsewhere, self._device, self._prepared.layout)
 
     def shapes(self, nodes: Iterable[int]) -> dict[int, Shape]:
         """Return shape and dtype of the sums of nodes."""

@@ -126,11 +126,12 @@ class Overlap:
         chunks: Chunks,
         field: int,
         elsewhere: list[Box],
-        like: tuple[torch.device, torch.memory_format],
+        device: torch.device,
+        layout: torch.memory_format,
     ) -> None:
-        """Set the store; sums lie `like` crops: on their device, and in their layout."""
+        """Set the store; sums lie as crops do, on their device and in their layout."""
         self._store, self._chunks, self._field, self._elsewhere = store, chunks, field, elsewhere
-        self._device, layout = like
+        self._device = device
         self._layout = layout if len(store.shape) == 4 else torch.contiguous_format
         self._boundary: Boundary
         self._chunk, self._is_first = -1, False

@@ -32,8 +32,8 @@ from gigagrad.plans.saving import is_saved
 from gigagrad.stores import Quantised
 
 Result = TypeVar("Result")
-Item = tuple[int, TileGeometry, TileInputs]
-"""A tile of a chunk, and what it is computed from."""
+Item = tuple[TileGeometry, TileInputs]
+"""A tile, and what it is computed from."""
 
 
 class TileLoops:
@@ -76,7 +76,7 @@ class TileLoops:
         sums_of_chunks = self._comm.new_sums(step)
 
         def work(item: Item) -> tuple[TileGeometry, Values, Piece | None]:
-            _, tile, inputs = item
+            tile, inputs = item
             if not self._is_needed(segment, tile):
                 return tile, {}, self._piece(segment, tile, None)
             program = programs.at(tile)
@@ -117,13 +117,13 @@ class TileLoops:
         assert output is not None
         context = self._context(bound)
 
-        def work(item: tuple[TileGeometry, TileInputs]) -> Piece:
+        def work(item: Item) -> Piece:
             tile, inputs = item
             with torch.no_grad():
                 shares = bound.programs.at(tile).run(tile, inputs.crops, context.globals, context)
             return tile.wanted(output), shares[output]
 
-        def read_for(tile: TileGeometry) -> tuple[TileGeometry, TileInputs]:
+        def read_for(tile: TileGeometry) -> Item:
             self._progress.tile_begins("forward", segment, tile)
             return tile, self._buffers.inputs(segment, tile, backward=False)
 
@@ -151,7 +151,7 @@ class TileLoops:
         overlaps = {i: self._comm.new_overlap(step, chunks, i, self._buffers.cotangents[i]) for i in fields}
 
         def work(item: Item) -> tuple[TileGeometry, Values, Values, Values, Watch]:
-            _, tile, inputs = item
+            tile, inputs = item
             watch = Watch(self._graph, gains)
             saved = self._saved.pop((segment.index, tile.id), None)
             sums, shares, crops = programs.at(tile).gradients(tile, inputs, context, watch, saved)
@@ -304,7 +304,7 @@ class TileLoops:
             self._journal.reads(chunk, tile_hash)
             if self._is_needed(segment, tile):
                 self._progress.tile_begins("backward" if backward else "forward", segment, tile)
-            return chunk, tile, inputs
+            return tile, inputs
 
         alone = sum(len(chunks.tiles(chunk)) for chunk in chosen) == 1  # then nothing is computed meanwhile
         at_once = alone or not self._buffers.wait_for(segment, backward=backward)
