@@ -104,3 +104,11 @@ def test_the_gradient_of_an_image_reads_what_the_device_holds() -> None:
         for device in ("cpu", RecordingCpu())
     )
     assert torch.equal(found, expected)
+
+
+def test_a_prediction_is_planned_as_it_runs_where_steps_are_recorded() -> None:
+    """Nothing of it is: it comes tile by tile, and its fields may be in any tier."""
+    model = nn.Conv2d(3, 1, 3, padding=1)
+    image, target = torch.rand(3, 90, 70), torch.rand(1, 90, 70)
+    assert not gg.compile(model, device=RecordingCpu()).problem(image).is_recorded
+    assert gg.compile(model, F.mse_loss, device=RecordingCpu()).problem(image, target).is_recorded
