@@ -105,6 +105,19 @@ def test_a_map_of_other_classes_or_colours_is_another_one(run: Path, slide: Path
         made(run, slide, of="dark", overwrite=True)
 
 
+def test_another_slide_of_the_same_name_has_a_map_of_its_own(run: Path, slide: Path) -> None:
+    before = made(run, slide)
+    pixels = tifffile.imread(slide)
+    for kept in (slice(None), slice(0, 90)):
+        tifffile.imwrite(slide, pixels[::-1, ::-1][kept], tile=(64, 64), photometric="rgb")
+        found = made(run, slide)
+        whole, x = len(pixels[kept]) // 8, 83 // 8
+        assert found.shape == (-(-len(pixels[kept]) // 8), 11)
+        assert not np.allclose(found[:whole, :x], before[:whole, :x])
+    with pytest.raises(ImageError, match="another map"):
+        made(run, slide, block=4)
+
+
 def test_the_output_of_a_module_is_a_map(run: Path, slide: Path) -> None:
     found = made(run, slide, module="excess")
     pixels = tifffile.imread(slide).astype(np.float32)

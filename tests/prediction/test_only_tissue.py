@@ -112,6 +112,13 @@ def test_tissue_up_to_the_far_corner_of_an_odd_slide(run, tmp_path):
     mask = whole(tmp_path / "out" / result.files["mask"])[0]
     assert mask[tissue > 0].all()
     assert not mask[:220].any()
+    moved = np.zeros_like(tissue)
+    moved[:48, :64] = 1
+    write_pyramid(folder / "odd.tif", [moved], shape=(305, 401, 1), dtype=np.uint8, nearest=True, overwrite=True)
+    predicted(run, tmp_path / "odd.tif", tmp_path / "out", only_tissue=folder)
+    mask = whole(tmp_path / "out" / result.files["mask"])[0]
+    assert mask[moved > 0].all()
+    assert not mask[tissue > 0].any()
 
 
 class Broken(nn.Module):

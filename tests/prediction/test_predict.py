@@ -11,6 +11,7 @@ import numpy as np
 import openslide
 import pytest
 import shapely
+import tifffile
 import torch
 from torch import nn
 
@@ -393,3 +394,12 @@ def test_another_resolution_or_true_mask_counts_in_a_second_run(config, tmp_path
     result, computed = again(corrected, mpp=0.3)
     assert (result.mpp, computed) == (0.3, True)
     assert again(corrected, mpp=0.3) == (result, False)
+
+
+def test_a_slide_that_was_replaced_is_predicted_anew(config, tmp_path):
+    """Another one of as many bytes was taken for it."""
+    slide = tmp_path / "slide.tif"
+    for value in (250, 50):
+        tifffile.imwrite(slide, np.full((40, 48, 3), value, np.uint8), tile=(16, 16), photometric="rgb")
+        (result,) = predict(config(slides=(slide,)))
+        assert whole(tmp_path / "out" / result.files["mask"]).any() == (value == 50)

@@ -93,6 +93,8 @@ class SlideResult:
     given: str | None = None
     """A digest of what was given of the slide beside its file: its resolution, and where its patches are; "" for
     nothing, None in records of earlier versions."""
+    content: str | None = None
+    """A digest of the slide's own files (`files.content_digest`), None in records of earlier versions."""
     truth: str = ""
     """A digest of the true masks that `dice` and `iou` compare with, "" where there are none."""
 

@@ -130,6 +130,11 @@ class Row:
         return self.of_case or (self,)
 
     @property
+    def slides(self) -> tuple[Path, ...]:
+        """Return the files of all images of the slide, of a case that is one bag those of all its slides."""
+        return tuple(path for part in self.members for path in (part.slide, *part.further_slides))
+
+    @property
     def files(self) -> tuple[Path, ...]:
         """Return the slide's files and its masks."""
         return tuple(path for part in self.members for path in (part.slide, *part.further_slides, *part.masks))

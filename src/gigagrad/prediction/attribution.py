@@ -27,6 +27,7 @@ from gigagrad.cohorts.slides import rows_of, run_job
 from gigagrad.config.predict import PredictConfig
 from gigagrad.errors import ConfigError, GigagradError, ModelError, WriteError, did_you_mean
 from gigagrad.events import Events, Listener
+from gigagrad.files import content_digest
 from gigagrad.execution.compiling import compile as compile_engine
 from gigagrad.execution.sinks import OutputField, Pieces, Sink, assemble
 from gigagrad.images import Image, open_image, thumbnail
@@ -120,16 +121,13 @@ class _Job:
                 "block": self._block,
                 "model": self._digest,
                 "slide": [row.slide.name, *slide.shape],
+                "content": [content_digest(file) for file in row.slides],
             }
             if given := {name: value for name in _GIVEN if (value := getattr(self._config, name)) != _USUAL[name]}:
                 settings["given"] = given
-            description = _MADE + json.dumps(settings)
-            if path.exists() and not self._overwrite:
-                if _description(path) != description:
-                    raise WriteError(f"{path} is another map, or none; choose another --out or pass --overwrite")
-                if picture.exists():
-                    return picture, "done before"
-            title = self._write(path, slide, description)
+            if path.exists() and not self._overwrite and _holds(path, settings) and picture.exists():
+                return picture, "done before"
+            title = self._write(path, slide, _MADE + json.dumps(settings))
             with open_image(path) as heat:
                 write_overlay(picture, draw_heat(slide, heat, title))
         return picture, title
@@ -199,15 +197,26 @@ class Tapped(nn.Module):
         return outputs[-1]
 
 
-def _description(path: Path) -> str | None:
-    """Return what a file of ours says of itself; None of any other."""
+def _holds(path: Path, settings: dict[str, Any]) -> bool:
+    """Return whether a file is the map of these settings, False of a slide that has been replaced since.
+
+    Raises `WriteError` for a map of others, or of somebody else.
+    """
     import tifffile
 
     try:
         with tifffile.TiffFile(path) as file:
-            return str(file.pages.first.description)
+            known = json.loads(str(file.pages.first.description).removeprefix(_MADE))
+        content = known.pop("content", settings["content"])  # of earlier versions
     except Exception:  # anybody's file
-        return None
+        known, content = None, None
+    now = json.loads(json.dumps(settings))
+    is_replaced = content != now.pop("content")
+    if is_replaced and known is not None:
+        known["slide"][1:] = now["slide"][1:]
+    if known != now:
+        raise WriteError(f"{path} is another map, or none; choose another --out or pass --overwrite")
+    return not is_replaced
 
 
 _LOW, _HIGH = 50, 99.5

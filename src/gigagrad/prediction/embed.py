@@ -129,7 +129,7 @@ class _Job:
         coords, mask = config.patches.file(row), row.mask if config.tissue == "mask" else None
         return found | {
             "mpp": config.mpp or row.mpp,
-            "slide": [content_digest(path) for path in _files(row)],
+            "slide": [content_digest(path) for path in row.slides],
             "coords": None if coords is None else content_digest(coords, whole=True),
             "mask": None if mask is None else content_digest(mask, whole=is_annotation_file(mask)),
         }
@@ -149,7 +149,7 @@ class _Job:
                     self._encoder,
                     self._folder,
                     name=row.name,
-                    files=_files(row),
+                    files=row.slides,
                     attributes={
                         "features": {"encoder": config.encoder_name},
                         "coords": {**trident_attributes(bag, self._folder.parent), "name": row.name},
@@ -162,10 +162,6 @@ class _Job:
     def _made(self, row: Row) -> Embedded:
         path = self._path(row)
         return Embedded(row.name, path, *open_features(path).features.shape)
-
-
-def _files(row: Row) -> tuple[Path, ...]:
-    return (row.slide, *row.further_slides)
 
 
 def _in_words(made: Embedded, seconds: float) -> str:

@@ -166,13 +166,17 @@ class Predictor:
 
     def _has_changed(self, entry: Row, known: SlideResult) -> bool:
         """Return whether the slide, or what was given of it, is another than when the record was written."""
-        return known.slide_bytes != _size_of(entry) or known.given not in (None, self._given(entry))
+        return (
+            known.slide_bytes != _size_of(entry)
+            or known.given not in (None, self._given(entry))
+            or known.content not in (None, _digest(entry.slides))
+        )
 
     def _given(self, entry: Row) -> str:
-        """Digest the resolution that is given of a slide, and the files that say where its patches are."""
+        """Digest the resolution that is given of a slide, and the files that say where its tissue or patches are."""
         mpps = [self.config.mpp or part.mpp for part in entry.members]
         if self.bags is None:
-            return _digest((), *mpps)
+            return _digest(self._tissue_masks(entry), *mpps)
         patches = self.bags.patches
         masks = [mask for part in entry.members for mask in part.masks] if patches.tissue == "mask" else []
         try:
@@ -192,6 +196,7 @@ class Predictor:
             status="running",
             files=files,
             given=self._given(entry),
+            content=_digest(entry.slides),
         )
         if missing == files:  # else what was made before stays so, whatever becomes of the rest
             write_record(self.out, result)
@@ -274,15 +279,22 @@ class Predictor:
             return None
         tissue: Path | str = AUTO
         if str(self.config.only_tissue) != AUTO:
-            folder = Path(self.config.only_tissue)
-            masks = sorted(path for path in folder.glob("*") if plain_stem(path.stem) == entry.name)
+            masks = self._tissue_masks(entry)
             if len(masks) != 1:
                 raise ConfigError(
-                    f"{folder} has {len(masks)} masks of tissue called {entry.name}.SUFFIX; expected one for each slide"
+                    f"{self.config.only_tissue} has {len(masks)} masks of tissue called {entry.name}.SUFFIX; expected "
+                    "one for each slide"
                 )
             tissue = masks[0]
         cells, cell_px = find_tissue(slide, min(slide.levels[0].shape), tissue)
         return _spread(cells > 0, cell_px, slide.levels[0].shape)
+
+    def _tissue_masks(self, entry: Row) -> list[Path]:
+        """List the masks of tissue that are given of a slide."""
+        if self.config.only_tissue is None or str(self.config.only_tissue) == AUTO:
+            return []
+        folder = Path(self.config.only_tissue)
+        return sorted(path for path in folder.glob("*") if plain_stem(path.stem) == entry.name)
 
     def _score_bag(self, bags: Bags, entry: Row, result: SlideResult) -> SlideResult:
         """Score all patches of a slide or a case, and write their attention."""
