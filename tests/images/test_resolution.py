@@ -2,12 +2,29 @@
 
 from __future__ import annotations
 
+import json
+import re
 import warnings
+from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
+import tifffile
 
 from gigagrad.errors import ImageError
-from gigagrad.images.georeference import GuessedResolutionWarning, choose_mpp, micrometres, number
+from gigagrad.images import open_image, write_pyramid
+from gigagrad.images.georeference import (
+    GuessedResolutionWarning,
+    OblongPixelsWarning,
+    PixelSize,
+    choose_mpp,
+    micrometres,
+    number,
+)
+from gigagrad.images.openslide import open_openslide
+
+_PIXELS = np.zeros((32, 48, 3), np.uint8)
 
 
 @pytest.mark.parametrize(
@@ -28,18 +45,56 @@ from gigagrad.images.georeference import GuessedResolutionWarning, choose_mpp, m
 def test_precedence_and_range(given: float, claims: list[float], power: float | None, expected: float | None) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert choose_mpp(given, "slide", claims, power) == expected
+        assert choose_mpp(given, "slide", map(PixelSize, claims), power) == expected
 
 
 def test_a_guess_warns() -> None:
     with pytest.warns(GuessedResolutionWarning, match=r"slide names no micrometres per pixel.*20x objective = 0\.5"):
-        assert choose_mpp(None, "slide", [1000.0], 20.0) == 0.5
+        assert choose_mpp(None, "slide", [PixelSize(1000.0)], 20.0) == 0.5
+
+
+def _tiff(folder: Path, across: float, down: float) -> Path:
+    options: dict[str, Any] = {"resolution": (1e4 / across, 1e4 / down), "resolutionunit": "CENTIMETER"}
+    tifffile.imwrite(folder / "a.tif", _PIXELS, tile=(16, 16), photometric="rgb", **options)
+    return folder / "a.tif"
+
+
+def _ome(folder: Path, across: float, down: float) -> Path:
+    sizes = {"PhysicalSizeX": across * 1e3, "PhysicalSizeXUnit": "nm", "PhysicalSizeY": down}
+    tifffile.imwrite(folder / "a.ome.tif", _PIXELS, photometric="rgb", metadata={"axes": "YXS", **sizes})
+    return folder / "a.ome.tif"
+
+
+def _zarr(folder: Path, across: float, down: float) -> Path:
+    path = write_pyramid(folder / "a.zarr", [_PIXELS], shape=_PIXELS.shape, dtype=np.uint8, nearest=True, mpp=across)
+    described = path / ".zattrs"
+    attributes = json.loads(described.read_text())
+    attributes["multiscales"][0]["datasets"][0]["coordinateTransformations"][0]["scale"][-2] = down
+    described.write_text(json.dumps(attributes))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("write", "read"),
+    [*((write, open_image) for write in (_tiff, _ome, _zarr)), (_tiff, open_openslide)],
+)
+@pytest.mark.parametrize(("down", "told"), [(0.25, True), (0.52, True), (0.505, False), (0.5, False)])
+def test_pixels_that_are_no_squares_are_told(write: Any, read: Any, down: float, told: bool, tmp_path: Path) -> None:
+    """Their height counted for nothing, and nothing said so."""
+    path = write(tmp_path, 0.5, down)
+    with warnings.catch_warnings(record=True) as heard:
+        warnings.simplefilter("always")
+        with read(path) as image, read(path, mpp=0.3) as given:
+            assert (image.mpp, given.mpp) == (pytest.approx(0.5), 0.3)
+    text = rf"a[.a-z]*: pixels are 0\.5 um wide and {down:g} um high"
+    assert [bool(re.match(text, str(warning.message))) for warning in heard] == [True] * told
+    assert all(warning.category is OblongPixelsWarning for warning in heard)
 
 
 @pytest.mark.parametrize("given", [0.0, -1.0, 25400.0, float("nan")])
 def test_an_impossible_argument_is_refused(given: float) -> None:
     with pytest.raises(ImageError, match=r"expected micrometres per pixel from 0\.05 to 20"):
-        choose_mpp(given, "slide", [0.5])
+        choose_mpp(given, "slide", [PixelSize(0.5)])
 
 
 @pytest.mark.parametrize(

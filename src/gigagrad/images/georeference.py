@@ -7,6 +7,8 @@ Micrometres per pixel are the caller's argument, else what the file says, else 1
 else unknown. Files without a real resolution often claim one all the same (1 dot per inch is 25 400 um/px), so only
 values between 0.05 and 20 um/px, which covers every slide scanner and its overview levels, are taken from a file. A
 georeference is no such claim: pixels of 30 cm or 30 m are what it is for.
+
+The number is the width of a pixel. Where its height is another, that is told, since nothing is resampled to squares.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Self
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -44,6 +46,8 @@ _LONGEST_WORLD_FILE: Final = 4096
 SMALLEST_MPP = 0.05
 LARGEST_MPP = 20.0
 
+_SQUARE = 1.02
+"""The ratio of a pixel's sides up to which it is a square: scanners measure both, and differ by some thousandths."""
 _NEAR = 1.5
 """The factor within which a level is near: of two a factor of two apart, one is at most the square root of two away."""
 
@@ -224,6 +228,17 @@ class GuessedResolutionWarning(UserWarning):
     """The file names no micrometres per pixel; they were guessed from the objective's magnification."""
 
 
+class OblongPixelsWarning(UserWarning):
+    """The file's pixels are wider than high, or higher than wide, and are read as they are."""
+
+
+class PixelSize(NamedTuple):
+    """The sides of a pixel in micrometres, None where unknown."""
+
+    width: float | None
+    height: float | None = None
+
+
 def plausible(mpp: float | None) -> bool:
     return mpp is not None and math.isfinite(mpp) and SMALLEST_MPP <= mpp <= LARGEST_MPP
 
@@ -244,15 +259,15 @@ def number(text: object) -> float | None:
 def choose_mpp(
     given: float | None,
     name: str,
-    claims: Iterable[float | None] = (),
+    claims: Iterable[PixelSize] = (),
     objective_power: float | None = None,
     *,
     georeference: Georeference | None = None,
 ) -> float | None:
     """Choose level 0's micrometres per pixel by the precedence above, None if nothing credible is known.
 
-    `claims` are what the file says, the most trusted first; they do not count beside a `georeference`. Raises
-    `ImageError` for an impossible `given`.
+    `claims` are what the file says, the most trusted first; they do not count beside a `georeference`. Warns where
+    pixels that a claim is of are no squares. Raises `ImageError` for an impossible `given`.
     """
     if georeference is not None and (given is None or 0 < given < math.inf):
         return georeference.mpp if given is None else given
@@ -264,8 +279,8 @@ def choose_mpp(
             )
         return given
     for claim in claims:
-        if plausible(claim):
-            return claim
+        if plausible(claim.width):
+            return _width(claim, name)
     guess = 10 / objective_power if objective_power else None
     if guess is None or not plausible(guess):
         return None
@@ -276,6 +291,19 @@ def choose_mpp(
         stacklevel=3,
     )
     return guess
+
+
+def _width(size: PixelSize, name: str) -> float | None:
+    """Return the width of pixels, and warn where they are no squares."""
+    width, height = size
+    if width and height and not 1 / _SQUARE <= width / height <= _SQUARE:
+        warnings.warn(
+            f"{name}: pixels are {width:.4g} um wide and {height:.4g} um high; they are read as they are, and their "
+            "width is taken for the resolution (resample the slide to squares, or say --mpp)",
+            OblongPixelsWarning,
+            stacklevel=4,
+        )
+    return width
 
 
 def require_mpp(image: Image) -> float:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from gigagrad.boxes import Box
-from gigagrad.images.georeference import choose_mpp, number
+from gigagrad.images.georeference import PixelSize, choose_mpp, number
 from gigagrad.images.image import Image
 from gigagrad.images.pixels import (
     CACHE_BYTES,
@@ -49,7 +49,8 @@ class OpenSlideImage(Image):
                 for (width, height), downsample in zip(slide.level_dimensions, slide.level_downsamples, strict=True)
             )
             chosen = choose_level(levels, level, path.name)
-            claim = number(slide.properties.get(openslide.PROPERTY_NAME_MPP_X, ""))
+            sides = openslide.PROPERTY_NAME_MPP_X, openslide.PROPERTY_NAME_MPP_Y
+            claim = PixelSize(*(number(slide.properties.get(side, "")) for side in sides))
             power = number(slide.properties.get(openslide.PROPERTY_NAME_OBJECTIVE_POWER, ""))
             check_size((3, *chosen.shape), path.name)
         base = choose_mpp(mpp, path.name, [claim], power)

@@ -20,7 +20,16 @@ from xml.etree import ElementTree
 import numpy as np
 
 from gigagrad.errors import ImageError
-from gigagrad.images.georeference import GDAL_NODATA, TAGS, Georeference, choose_mpp, micrometres, number, world_file
+from gigagrad.images.georeference import (
+    GDAL_NODATA,
+    TAGS,
+    Georeference,
+    PixelSize,
+    choose_mpp,
+    micrometres,
+    number,
+    world_file,
+)
 from gigagrad.images.pixels import check_size, parse_nodata, value_of_gaps
 from gigagrad.images.stream_check import JPEG_2000_COMPRESSIONS, JPEG_COMPRESSIONS
 from gigagrad.units import format_bytes
@@ -56,6 +65,8 @@ _ALPHA = (1, 2)
 _MINISBLACK, _RGB, _PALETTE, _YCBCR = 1, 2, 3, 6
 _COLOURS = (_RGB, _YCBCR)
 _INCH, _CENTIMETRE = 2, 3
+_RESOLUTIONS: Final = ("XResolution", "YResolution")
+_PHYSICAL_SIZES: Final = ("PhysicalSizeX", "PhysicalSizeY")
 _IS_MASK = 4
 _GDAL_METADATA = 42112
 _SLIDE_TAGS = (270, 282)  # a description, the resolution
@@ -431,7 +442,7 @@ def described(tif: Any, path: Path, channels: int, mpp: float | None, *, masked:
     place = world_file(path) if place is None else place
     # The resolution is asked for before the guess, so an Aperio file's objective counts only where nothing else does.
     description = str(page.description or "")
-    claims = [_aperio(description, "MPP"), _ome(tif.ome_metadata), _resolution_tags(page)]
+    claims = [PixelSize(_aperio(description, "MPP")), _ome(tif.ome_metadata), _resolution_tags(page)]
     text = _value(page, GDAL_NODATA)
     text = text if isinstance(text, str) else None
     slide = _is_slide(page) and place is None and not masked
@@ -497,11 +508,11 @@ def _aperio(description: str, key: str) -> float | None:
     return number(match.group(1)) if match else None
 
 
-def _ome(xml: str | None) -> float | None:
+def _ome(xml: str | None) -> PixelSize:
     for pixels, _ in _elements(xml or "", "Pixels")[:1]:
-        size = number(pixels.get("PhysicalSizeX", ""))
-        return micrometres(size, pixels.get("PhysicalSizeXUnit", "um"))
-    return None
+        sides = ((number(pixels.get(key, "")), pixels.get(f"{key}Unit", "um")) for key in _PHYSICAL_SIZES)
+        return PixelSize(*(micrometres(*side) for side in sides))
+    return PixelSize(None)
 
 
 def _file_name(text: str) -> str:
@@ -522,10 +533,8 @@ def _attributes(element: str) -> dict[str, str]:
     return {name: html.unescape(double or single) for name, double, single in attributes}
 
 
-def _resolution_tags(page: Any) -> float | None:
-    tag = page.tags.get("XResolution")
+def _resolution_tags(page: Any) -> PixelSize:
     unit = {_INCH: 25_400.0, _CENTIMETRE: 10_000.0}.get(int(page.resolutionunit))
-    if tag is None or unit is None:
-        return None
-    numerator, denominator = tag.value
-    return unit * denominator / numerator if numerator else None
+    values = [page.tags[name].value if name in page.tags else None for name in _RESOLUTIONS]
+    ratios = [value if isinstance(value, tuple) and len(value) == 2 else (0, 0) for value in values]
+    return PixelSize(*(unit * below / above if unit and above else None for above, below in ratios))

@@ -20,7 +20,7 @@ import numpy as np
 
 from gigagrad.boxes import Box
 from gigagrad.errors import ImageError
-from gigagrad.images.georeference import choose_mpp, micrometres
+from gigagrad.images.georeference import PixelSize, choose_mpp, micrometres
 from gigagrad.images.image import Image
 from gigagrad.images.layout import ENCODERS, Layout, MaskClass
 from gigagrad.images.pixels import (
@@ -167,8 +167,8 @@ def _from_group(group: Any, path: Path, name: str, level: int, mpp: float | None
         scale = _scale(entry["datasets"][0], entry)
         for array in arrays:
             _check_array(array, axes, name)
-    x = axes.index("x")
-    base = choose_mpp(mpp, name, [micrometres(scale[x], units[x]) if scale else None])
+    sides = [micrometres(scale[axis], units[axis]) for axis in map(axes.index, "xy")] if scale else [None]
+    base = choose_mpp(mpp, name, [PixelSize(*sides)])
     return ZarrImage(
         arrays,
         axes,
