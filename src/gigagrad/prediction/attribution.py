@@ -27,9 +27,9 @@ from gigagrad.cohorts.slides import rows_of, run_job
 from gigagrad.config.predict import PredictConfig
 from gigagrad.errors import ConfigError, GigagradError, ModelError, WriteError, did_you_mean
 from gigagrad.events import Events, Listener
-from gigagrad.files import content_digest
 from gigagrad.execution.compiling import compile as compile_engine
 from gigagrad.execution.sinks import OutputField, Pieces, Sink, assemble
+from gigagrad.files import content_digest
 from gigagrad.images import Image, open_image, thumbnail
 from gigagrad.models import load_model
 from gigagrad.models.bag_names import is_bag_name
