@@ -107,6 +107,26 @@ def test_a_step_has_a_bar_of_tiles(model, pairs, bce, tmp_path, monkeypatch):
     assert bars[0].total > 4
 
 
+def test_a_further_fit_draws_further_numbers_of_a_seed(model, pairs, bce, tmp_path):
+    """It drew those of the first one again."""
+
+    class Dropped(torch.nn.Module):
+        def forward(self, output, target):
+            return torch.nn.functional.dropout(torch.ones_like(output), 0.5).mean() + 0 * bce(output, target)
+
+    def losses(*epochs):
+        module, found = GigagradModule(deepcopy(model), Dropped(), tile=(16, 16), seed=3), []
+        for count in epochs:
+            fitted = trainer(tmp_path, max_epochs=count)
+            fitted.fit(module, batches(pairs[:1]))
+            found.append(float(fitted.callback_metrics["train/loss"]))
+        return found
+
+    (second,) = losses(2)
+    first, further = losses(1, 1)
+    assert further == second != first
+
+
 def test_the_monitor_watches_engines_only(tmp_path):
     class Other(pl.LightningModule):  # type: ignore[misc]
         def training_step(self, batch):

@@ -8,6 +8,7 @@ import torch
 from ignite.engine import Events
 from monai.bundle import ConfigParser
 from monai.engines import SupervisedEvaluator, SupervisedTrainer
+from monai.engines.utils import IterationEvents
 from torch.utils.data import DataLoader
 
 from gigagrad.errors import ConfigError
@@ -78,6 +79,52 @@ def test_a_trainer_accumulates_as_monai_does_and_steps_at_the_end_of_an_epoch(
 
     expected = train(deepcopy(model))
     assert_same(train(model, iteration_update=WholeImageStep(bce, tile=(16, 16))), expected)
+
+
+def test_events_of_an_iteration_are_those_of_monai(model, pairs, bce):
+    def heard(network, **settings):
+        optimizer, found = torch.optim.SGD(network.parameters(), lr=0.5), []
+        rows: Any = [{"image": image, "label": mask} for image, mask in pairs]
+        settings |= {"accumulation_steps": 2, "postprocessing": lambda one: {**one, "image": one["image"][:1]}}
+        batches = DataLoader(rows, batch_size=1)
+        trainer = SupervisedTrainer(CPU, 1, batches, network, optimizer, bce, **settings)
+
+        def note(name):
+            output, weight = trainer.state.output, next(network.parameters())
+            output = output[0] if isinstance(output, list) else output
+            loss = None if "loss" not in output else pytest.approx(float(output["loss"]), rel=1e-4)
+            gradient = None if weight.grad is None else pytest.approx(float(weight.grad.sum()), rel=1e-3, abs=1e-6)
+            found.append((name, output["image"].shape, loss, gradient, float(weight.detach().sum())))
+
+        for event in (
+            IterationEvents.FORWARD_COMPLETED,
+            IterationEvents.LOSS_COMPLETED,
+            IterationEvents.BACKWARD_COMPLETED,
+            IterationEvents.MODEL_COMPLETED,
+        ):
+            trainer.add_event_handler(event, note, event.value)
+        trainer.add_event_handler(Events.ITERATION_COMPLETED, note, "iteration")
+        trainer.run()
+        return [(*one[:-1], pytest.approx(one[-1], rel=1e-4)) for one in found]
+
+    expected = heard(deepcopy(model))
+    ours = heard(model, iteration_update=WholeImageStep(bce, tile=(16, 16)))
+    assert len(ours) == 15
+    for one, other in zip(ours, expected, strict=True):
+        assert [getattr(value, "expected", value) for value in one] == list(other)
+
+
+def test_a_handler_that_changes_the_loss_is_refused(model, batches, bce):
+    """What it changed counted for nothing."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    trainer = SupervisedTrainer(
+        CPU, 1, batches, model, optimizer, bce, iteration_update=WholeImageStep(bce), decollate=False
+    )
+    trainer.add_event_handler(
+        IterationEvents.LOSS_COMPLETED, lambda engine: engine.state.output.update(loss=engine.state.output["loss"] * 2)
+    )
+    with pytest.raises(ConfigError, match="part of WholeImageStep"):
+        trainer.run()
 
 
 def test_one_step_trains_the_network_of_each_trainer(model, pairs, batches, bce, trained, assert_same):

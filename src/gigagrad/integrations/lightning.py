@@ -54,8 +54,11 @@ class GigagradModule(pl.LightningModule):  # type: ignore[misc]
                 "leave the Trainer's precision as it is and say GigagradModule(precision='float16')"
             )
         settings = {"device": self.trainer.strategy.root_device, "progress": False, **self._settings}
+        earlier = [vars(self)[name].state_dict() for name in ("engine", "predictor") if name in vars(self)]
         self.engine = compile(self.model, self.loss, **settings)
         self.predictor = compile(self.model, **settings)
+        for engine, state in zip((self.engine, self.predictor), earlier, strict=False):
+            engine.load_state_dict(state)  # a further fit goes on with the random numbers of a seed
 
     def configure_optimizers(self) -> Any:
         learned = [parameter for parameter in self.parameters() if parameter.requires_grad]

@@ -46,8 +46,10 @@ class WholeImageInferer(Inferer):  # type: ignore[misc]
 class WholeImageStep:
     """A trainer's `iteration_update`: exact loss and gradients of whole images, then a step of its optimizer.
 
-    Takes the settings of `gigagrad.compile`. The loss is the mean over a batch, and `accumulation_steps` means what it
-    does elsewhere. The trainer's own inferer and loss are not asked, and predictions are not kept.
+    Takes the settings of `gigagrad.compile`. The loss is the mean over a batch, whose images are seen one by one, by
+    batch norms too, and `accumulation_steps` means what it does elsewhere. The trainer's own inferer and loss are not
+    asked, and predictions are not kept. `IterationEvents` are fired in MONAI's order, all of them once the whole batch
+    is computed: of the loss, which is in the output then, handlers may read and not change what is minimised.
     """
 
     def __init__(self, loss: Callable[[Any, Any], torch.Tensor], **settings: Any) -> None:
@@ -55,8 +57,10 @@ class WholeImageStep:
         self._network: nn.Module | None = None
         self.engine: Engine | None = None
 
-    def __call__(self, trainer: Any, batch: Any) -> dict[str, Any]:
-        """Take an iteration of `trainer`. Raises `ConfigError` for one with `amp`, which scales losses."""
+    def __call__(self, trainer: Any, batch: Any) -> Any:
+        """Take an iteration of `trainer`. Raises `ConfigError` for one with `amp`, which scales losses, and where a
+        handler changes the loss.
+        """
         if trainer.amp:
             raise ConfigError(
                 "amp=True scales losses, which gigagrad does inside where it has to; leave it out of the trainer and "
@@ -74,24 +78,35 @@ class WholeImageStep:
         trainer.network.train()
         if before % accumulated == 0:
             trainer.optimizer.zero_grad(set_to_none=trainer.optim_set_to_none)
+        output = trainer.state.output = {CommonKeys.IMAGE: images, CommonKeys.LABEL: targets}
         pairs = list(zip(_each(images), _each(targets), strict=True))
         parameters = list(trainer.network.parameters())
         earlier = [parameter.grad for parameter in parameters]
         for parameter in parameters:
             parameter.grad = None
-        losses = [self.engine.backward(image, target) for image, target in pairs]
-        for parameter, gradient in zip(parameters, earlier, strict=True):
-            if parameter.grad is None:
+        try:
+            loss = torch.stack([self.engine.backward(image, target) for image, target in pairs]).mean()
+            found = [parameter.grad for parameter in parameters]
+        finally:
+            for parameter, gradient in zip(parameters, earlier, strict=True):
                 parameter.grad = gradient
-                continue
-            parameter.grad /= len(pairs) * accumulated
+        trainer.fire_event(IterationEvents.FORWARD_COMPLETED)
+        output[CommonKeys.LOSS], version = loss, loss._version
+        trainer.fire_event(IterationEvents.LOSS_COMPLETED)
+        if trainer.state.output.get(CommonKeys.LOSS) is not loss or loss._version != version:
+            raise ConfigError(
+                "a handler of LOSS_COMPLETED changed the loss, whose gradients are known by then; make it part of "
+                "WholeImageStep(loss)"
+            )
+        for parameter, gradient in zip(parameters, found, strict=True):
             if gradient is not None:
-                parameter.grad += gradient
+                gradient /= len(pairs) * accumulated
+                parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
         trainer.fire_event(IterationEvents.BACKWARD_COMPLETED)
         if (before + 1) % accumulated == 0 or before + 1 == length:
             trainer.optimizer.step()
         trainer.fire_event(IterationEvents.MODEL_COMPLETED)
-        return {CommonKeys.IMAGE: images, CommonKeys.LABEL: targets, CommonKeys.LOSS: torch.stack(losses).mean().item()}
+        return trainer.state.output  # of each image by itself, and postprocessed, where that was asked for
 
 
 class EngineHandler:
