@@ -271,6 +271,17 @@ class Scaled(torch.nn.Module):
         with torch.no_grad():
             self.largest.mul_(0.9).add_(loss)
         return loss / self.largest
+
+
+class Ramp:
+    "No module of PyTorch's."
+
+    def __init__(self):
+        self.steps = 0
+
+    def __call__(self, output, target):
+        self.steps += 1
+        return self.steps * output.square().mean()
 """
 
 
@@ -280,15 +291,17 @@ def test_what_no_state_dict_has_is_continued_too(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     slides = write_cohort(tmp_path, [(64, 64)])
     slides.write_text("\n".join(line for line in slides.read_text().splitlines() if not line.endswith("test")))
-    model, loss = (f"networks_of_test_continued:{name}" for name in ("Forgetful", "Scaled"))
+    model, loss, ramp = (f"networks_of_test_continued:{name}" for name in ("Forgetful", "Scaled", "Ramp"))
     weights = []
     for out, stop in (("whole", 0), ("stopped", 1)):
-        config = FitConfig(slides=str(slides), out=out, model=model, loss=loss, epochs=2, checkpoint_seconds=0)
+        config = FitConfig(
+            slides=str(slides), out=out, model=model, loss=f"{loss} + {ramp}", epochs=2, checkpoint_seconds=0
+        )
         if stop:
             begun(config, stop)
         fit(config)
         found = Checkpoint.load(RunFolder(tmp_path / out).checkpoint)
         weights.append({**found.model, **found.further["tensors"]})
-        assert found.further["attributes"] == {"model": {"calls": 4, "sizes": [64] * 4}}
+        assert found.further["attributes"] == {"model": {"calls": 4, "sizes": [64] * 4}, "loss 1": {"steps": 4}}
     assert weights[0].keys() == weights[1].keys() >= {"model.level", "loss 0.largest"}
     assert all(torch.equal(tensor, weights[1][name]) for name, tensor in weights[0].items())

@@ -251,6 +251,16 @@ def test_balanced_weights_are_the_inverse_of_the_shares(config, cohort_csv):
     assert loss == pytest.approx(float(value.detach()), rel=1e-5)
 
 
+def test_balanced_weights_are_those_of_every_term(config):
+    """Only the first term had them."""
+    found = []
+    for loss in ("bce", "0.5*bce + 0.5*bce"):
+        fit(replace(config, class_weights=("balanced",), epochs=1, loss=loss, out=f"{config.out} {loss}"))
+        lines = RunFolder(Path(f"{config.out} {loss}")).metrics.read_text().splitlines()
+        found.append(next(one["values"]["loss"] for one in map(json.loads, lines) if one.get("split") == "train"))
+    assert found[0] == pytest.approx(found[1], rel=1e-6)
+
+
 def test_weights_of_class_ids_are_pytorchs():
     output, ids = torch.randn(1, 3, 8, 8), torch.randint(0, 3, (1, 1, 8, 8), dtype=torch.uint8)
     ids[0, 0, 0] = 255

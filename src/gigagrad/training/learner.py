@@ -343,12 +343,13 @@ class Learner:
         """The folder of the last checkpoint's shards, and how many tensors they have."""
         self.optimizer = make_optimizer(config, model, None if self.shards is None else self.shards.own)
         self._average = AveragedWeights(model, config.ema) if config.ema else None
-        of_loss = {f"loss {index}": each for index, (_, each) in enumerate(loss.made_of) if isinstance(each, nn.Module)}
+        of_loss = {f"loss {index}": each for index, (_, each) in enumerate(loss.made_of)}
         self._further = FurtherState({"model": model, **of_loss}, model)
         own = set(map(id, model.parameters()))
         self.untrained: Final = tuple(
             name
             for each in of_loss.values()
+            if isinstance(each, nn.Module)
             for name, parameter in each.named_parameters()
             if parameter.requires_grad and id(parameter) not in own
         )

@@ -340,9 +340,10 @@ class _Run:
         """Set the weights of classes by how rare they are in the training slides."""
         rows = self.cohort.of("train")
         counts = self.mesh.world.map(rows, lambda row: self.dataset.counts(row).tolist())
-        weighted = next(module for _, module in self.loss.made_of if isinstance(module, Weighted))
-        weights = class_weights((BALANCED,), np.array(counts), len(weighted.weight))
-        weighted.weight.copy_(torch.tensor(weights))
+        weighted = [module for _, module in self.loss.made_of if isinstance(module, Weighted)]
+        weights = class_weights((BALANCED,), np.array(counts), len(weighted[0].weight))
+        for module in weighted:
+            module.weight.copy_(torch.tensor(weights))
         self.events.emit(Notice(f"class weights: {', '.join(f'{weight:.4g}' for weight in weights)}"))
 
     def _train(self) -> None:

@@ -28,12 +28,14 @@ class FurtherState:
     `saved` state dicts have.
     """
 
-    def __init__(self, modules: Mapping[str, nn.Module], saved: nn.Module) -> None:
-        """`modules` have names; the state dict of `saved`, one of them or not, is kept by others."""
+    def __init__(self, modules: Mapping[str, object], saved: nn.Module) -> None:
+        """`modules` have names, and may be objects of other classes; the state dict of `saved`, one of them or not, is
+        kept by others.
+        """
         self._modules = {
             ".".join(filter(None, (name, path))): module
             for name, root in modules.items()
-            for path, module in root.named_modules()
+            for path, module in (root.named_modules() if isinstance(root, nn.Module) else [("", root)])
         }
         self._saved = {id(tensor) for tensor in saved.state_dict(keep_vars=True).values()}
         self._first = {name: (tensor, tensor._version) for name, tensor in self._tensors().items()}
@@ -43,6 +45,7 @@ class FurtherState:
         every = {
             f"{path}.{name}": tensor
             for path, module in self._modules.items()
+            if isinstance(module, nn.Module)
             for name, tensor in (*module._parameters.items(), *module._buffers.items())
             if tensor is not None
         }
@@ -83,7 +86,7 @@ class FurtherState:
             vars(self._modules[path]).update(copy.deepcopy(values))
 
 
-def attributes_of(modules: Mapping[str, nn.Module]) -> Attributes:
+def attributes_of(modules: Mapping[str, object]) -> Attributes:
     """Copy the numbers and texts, and nests of them, that modules hold in attributes of their own."""
     return {path: {name: copy.deepcopy(value) for name, value in _plain_in(each)} for path, each in modules.items()}
 
@@ -96,9 +99,9 @@ def restore_attributes(modules: Mapping[str, nn.Module], values: Attributes) -> 
         vars(module).update(copy.deepcopy(values[path]))
 
 
-def _plain_in(module: nn.Module) -> Iterator[tuple[str, Any]]:
+def _plain_in(module: object) -> Iterator[tuple[str, Any]]:
     """Yield what `attributes_of` copies of a module; nothing of PyTorch's own, whose forwards leave theirs alone."""
-    if not type(module).__module__.startswith("torch."):
+    if hasattr(module, "__dict__") and not type(module).__module__.startswith("torch."):
         yield from ((name, value) for name, value in vars(module).items() if name not in _OWN and _is_plain(value))
 
 
