@@ -227,6 +227,14 @@ def test_a_run_that_no_longer_improves_ends(config):
     assert again.scores == result.scores
 
 
+def test_a_warm_up_that_outlasts_the_run_is_told(config):
+    """The rate that was asked for was never reached, silently."""
+    said = []
+    settings = replace(config, epochs=1, warmup=4)
+    fit(settings, [lambda event: said.append(event.text) if isinstance(event, Notice) else None])
+    assert any("rises over 4 steps, and the run has" in text for text in said)
+
+
 def test_balanced_weights_are_the_inverse_of_the_shares(config, cohort_csv):
     said = []
     fit(

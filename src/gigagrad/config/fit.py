@@ -163,6 +163,8 @@ class FitConfig(Settings):
         super().__post_init__()
         if self.learning_rate == 0:
             raise ConfigError("learning_rate must be above 0, got 0")
+        if self.clip == 0:
+            raise ConfigError("clip must be above 0, got 0, which would leave nothing of any gradient; leave it out")
         if self.storage is not None:
             from gigagrad.stores import parse_storage
 

@@ -264,6 +264,9 @@ class _Run:
         pixels = {row: math.prod(size.shape) for row, size in zip(self.cohort.rows, self.sizes, strict=True)}
         self.steps = Steps(config, self.cohort, pixels, self.dataset, self.jitter, self.learner)
         self.engine = self.learner.engine
+        if 0 < (steps := self.steps.made(Progress(config.epochs))) <= config.warmup:
+            text = f"the learning rate rises over {config.warmup} steps, and the run has {steps}, so it never comes to"
+            self.events.emit(Notice(f"{text} {config.learning_rate:g}; lower warmup", warning=True))
         if self.resumed is not None:
             self._resume(self.resumed)
         self.saved_step, self.logged_bytes = self.progress.step, 0
