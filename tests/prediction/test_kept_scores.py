@@ -9,10 +9,13 @@ import numpy as np
 import pytest
 import tifffile
 
+from gigagrad.cohorts.records import MadeWith, SlideResult, write_record
 from gigagrad.errors import ConfigError
 from gigagrad.events import Event, Notice
+from gigagrad.images import write_pyramid
 from gigagrad.prediction import slide_scores
 from gigagrad.prediction.cohort_scores import OfModel, evaluate_masks, evaluate_model
+from gigagrad.prediction.predict import _digest
 from gigagrad.prediction.scores import Confusion
 from tests.prediction.networks import Brightness, Darkness
 
@@ -103,6 +106,40 @@ def test_what_has_changed_is_scored_again(scored, cohort, tmp_path):
     (tmp_path / "best.pt").write_bytes(b"other weights")
     scored(Darkness(), cohort, out=tmp_path / "out")
     assert len(scored.names) == 5
+
+
+def test_masks_in_folders_that_have_changed_are_scored_again(scored, cohort, tmp_path):
+    """The time of a Zarr's folder says nothing of the blocks in folders inside."""
+    for number in range(2):
+        mask = tifffile.imread(tmp_path / f"m{number}.tif")
+        settings = {"shape": (*mask.shape, 1), "dtype": np.uint8, "nearest": True}
+        write_pyramid(tmp_path / f"m{number}.zarr", [mask], **settings)
+        write_pyramid(tmp_path / f"other{number}.zarr", [1 - mask], **settings)
+    cohort.write_text("slide,mask\ns0.tif,m0.zarr\ns1.tif,m1.zarr\n")
+    first = scored(Darkness(), cohort, out=tmp_path / "out")
+    for block in (tmp_path / "other1.zarr").rglob("*"):
+        if block.is_file():
+            (tmp_path / "m1.zarr" / block.relative_to(tmp_path / "other1.zarr")).write_bytes(block.read_bytes())
+    again = scored(Darkness(), cohort, out=tmp_path / "out")
+    assert [a == b for a, b in zip(first.scores, again.scores, strict=True)] == [True, False]
+
+
+def test_predictions_of_slides_that_were_replaced_are_told(cohort, tmp_path):
+    masks = tmp_path / "predictions/masks"
+    masks.mkdir(parents=True)
+    made_with = MadeWith("m", "0", 0.5, (), 0)
+    for number in range(5):
+        (masks / f"s{number}.tif").write_bytes((tmp_path / f"m{number}.tif").read_bytes())
+        content = _digest([tmp_path / f"s{number}.tif"])
+        record = {"name": f"s{number}", "slide": "s", "slide_bytes": 1, "made_with": made_with, "status": "done"}
+        write_record(tmp_path / "predictions", SlideResult(**record, classes=2, content=content))
+    heard: list[Event] = []
+    evaluate_masks(tmp_path / "predictions", cohort, listeners=(heard.append,))
+    assert not any(isinstance(event, Notice) for event in heard)
+    (tmp_path / "s3.tif").write_bytes((tmp_path / "s2.tif").read_bytes())
+    evaluate_masks(tmp_path / "predictions", cohort, listeners=(heard.append,))
+    (told,) = [event.text for event in heard if isinstance(event, Notice)]
+    assert told.startswith("1 of 5 predictions, that of s3 for one, were made of other files")
 
 
 def test_masks_are_scored_in_shares_too(cohort, tmp_path):

@@ -195,6 +195,11 @@ def test_a_slide_done_before_is_left_alone_and_a_bad_one_stops_nobody(predicted,
     assert not any(isinstance(event, TileDone) for event in heard)
     assert again.label == table_of(tmp_path / "out")[0]["label"] == "1"
 
+    labelled.write_text(f"slide,label,case\n{jpeg_slide},1,patient\n")  # which had no table of cases
+    predicted(Logits(2), (heard.append,), slides=(labelled,))
+    assert not any(isinstance(event, TileDone) for event in heard)
+    assert (tmp_path / "out" / "cases.csv").read_text().splitlines()[1].startswith("patient,1,")
+
 
 def test_every_slide_has_a_line(predicted, tmp_path, jpeg_slide):
     other = tmp_path / "other.tif"

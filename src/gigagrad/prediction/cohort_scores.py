@@ -24,7 +24,7 @@ from gigagrad.config.predict import PredictConfig
 from gigagrad.errors import ConfigError, TargetError
 from gigagrad.events import Events, Listener, Notice
 from gigagrad.execution.compiling import compile as compile_engine
-from gigagrad.files import read_json, write_agreed, write_json
+from gigagrad.files import content_digest, read_json, write_agreed, write_json
 from gigagrad.images import Image, label_image
 from gigagrad.images.opening import open_ids
 from gigagrad.masks import IGNORED, ClassTable, is_annotation_file, open_mask, read_annotations
@@ -32,7 +32,7 @@ from gigagrad.models import load_model
 from gigagrad.models.networks import check_intensities
 from gigagrad.prediction.classes import Channels, image_shape, require_mask
 from gigagrad.prediction.outputs import made_with, open_slide
-from gigagrad.prediction.predict import bags_for
+from gigagrad.prediction.predict import bags_for, is_of_others
 from gigagrad.prediction.scores import Confusion, Evaluation, counts_of, score_logits, score_masks
 from gigagrad.prediction.slide_scores import Reading, SlideEvaluation, compare_labels, output_of
 from gigagrad.shares import Share
@@ -256,19 +256,27 @@ def evaluate_masks(
 
     Raises `ConfigError` for the cohort or a missing prediction, `ImageError` and `TargetError`.
     """
-    entries = find_slides([slides], split)
-    bags = any(record.made_with.patches for record in read_records(Path(predictions)).values())
+    entries, records, events = find_slides([slides], split), read_records(Path(predictions)), Events(listeners)
+    bags = any(record.made_with.patches for record in records.values())
     entries = joined(entries) if bags else entries
+    others = [row.name for row in entries if row.name in records and is_of_others(records[row.name], row)]
+    if others:
+        told = (
+            f"{len(others)} of {len(entries)} predictions, that of {others[0]} for one, were made of other files than"
+        )
+        events.emit(Notice(f"{told} {slides} names; predict anew if slides were replaced", warning=True))
 
     def source(labelled: bool) -> OfPredictions:
         return OfPredictions(Path(predictions), slides, entries, classes, labelled=labelled)
 
-    return _evaluate(source, slides, entries, out, share, Events(listeners), bags=bags)
+    return _evaluate(source, slides, entries, out, share, events, bags=bags)
 
 
 def _stamp(path: Path) -> tuple[object, ...]:
     if not path.exists():
         return (path.name,)
+    if path.is_dir():  # whose time says nothing of files in folders inside
+        return path.name, content_digest(path)
     state = path.stat()
     return path.name, state.st_size, state.st_mtime_ns
 

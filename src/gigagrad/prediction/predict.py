@@ -159,8 +159,9 @@ class Predictor:
             return None
         if not known.scores:
             return known
-        if entry.label is not None and known.label != entry.label:
-            known = dataclasses.replace(known, label=entry.label)
+        now = {name: value for name in ("label", "case") if (value := getattr(entry, name)) is not None}
+        if any(getattr(known, name) != value for name, value in now.items()):
+            known = dataclasses.replace(known, **now)
             write_record(self.out, known)
         return known
 
@@ -169,7 +170,7 @@ class Predictor:
         return (
             known.slide_bytes != _size_of(entry)
             or known.given not in (None, self._given(entry))
-            or known.content not in (None, _digest(entry.slides))
+            or is_of_others(known, entry)
         )
 
     def _given(self, entry: Row) -> str:
@@ -486,6 +487,11 @@ def bags_for(config: PredictConfig, model: str) -> Bags | None:
     if config.level or config.target_mpp is not None:
         raise ConfigError("patches are read at --patch-mpp; leave out --level and --target-mpp")
     return Bags(patches, config.resolved_input_view, config.mpp)
+
+
+def is_of_others(record: SlideResult, entry: Row) -> bool:
+    """Return whether a prediction was made of other files than a slide's are now; those that are gone are none."""
+    return record.content not in (None, now := _digest(entry.slides)) and bool(now)
 
 
 def _digest(files: Iterable[Path], *values: object) -> str:
