@@ -7,6 +7,8 @@ import pytest
 import torch
 from ignite.engine import Events
 from monai.bundle import ConfigParser
+from monai.data import DataLoader as MonaiLoader
+from monai.data import MetaTensor
 from monai.engines import SupervisedEvaluator, SupervisedTrainer
 from monai.engines.utils import IterationEvents
 from torch.utils.data import DataLoader
@@ -39,6 +41,31 @@ def test_an_evaluator_predicts_whole_images(model, pairs, batches):
     torch.testing.assert_close(torch.cat(found), expected.detach(), rtol=1e-4, atol=1e-5)
     assert evaluator.state.metrics["predicted_peak_bytes"] > 2**20
     assert evaluator.state.metrics["peak_bytes"] == inferer.engine.last_run.peak_bytes
+
+
+def test_predictions_keep_the_metadata_of_images(model, pairs):
+    """Without them files had other names and places, and nothing was turned back."""
+    affine = torch.diag(torch.tensor([0.5, 2.0, 1.0, 1.0], dtype=torch.float64))
+    rows: Any = [
+        {"image": MetaTensor(image, affine=affine, meta={"filename_or_obj": f"{number}.nii"}), "label": mask}
+        for number, (image, mask) in enumerate(pairs)
+    ]
+
+    def predicted(**settings):
+        found: list[Any] = []
+        evaluator = SupervisedEvaluator(CPU, MonaiLoader(rows, batch_size=2), model.eval(), **settings)
+        evaluator.add_event_handler(Events.ITERATION_COMPLETED, lambda engine: found.extend(engine.state.output))
+        evaluator.run()
+        return [one["pred"] for one in found]
+
+    ours, expected = predicted(inferer=WholeImageInferer(tile=(16, 16))), predicted()
+    assert len(ours) == 3
+    for one, other in zip(ours, expected, strict=True):
+        torch.testing.assert_close(one.as_tensor(), other.as_tensor().detach(), rtol=1e-4, atol=1e-5)
+        assert (one.meta["filename_or_obj"], one.affine.tolist()) == (
+            other.meta["filename_or_obj"],
+            other.affine.tolist(),
+        )
 
 
 def test_an_image_by_path(model, pairs, paths):

@@ -14,6 +14,7 @@ from gigagrad.execution import Engine, compile
 with extra("monai"):
     from ignite.engine import Engine as Workflow
     from ignite.engine import Events
+    from monai.data.meta_tensor import MetaTensor
     from monai.engines.utils import IterationEvents
     from monai.inferers import Inferer
     from monai.utils import CommonKeys
@@ -32,7 +33,9 @@ class WholeImageInferer(Inferer):  # type: ignore[misc]
         self.engine: Engine | None = None
 
     def __call__(self, inputs: Any, network: Callable[..., Any], *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Return the output `(N, C, H, W)` on the device of `inputs`. Raises `ConfigError` for further arguments."""
+        """Return the output `(N, C, H, W)` on the device of `inputs`, with their metadata, if they have any: where a
+        file of it goes, and how it is turned back. Raises `ConfigError` for further arguments.
+        """
         if args or kwargs or not isinstance(network, nn.Module):
             raise ConfigError("WholeImageInferer takes a torch.nn.Module of one image; make a module of what calls it")
         if self.engine is None or self._network is not network:
@@ -40,7 +43,8 @@ class WholeImageInferer(Inferer):  # type: ignore[misc]
         if not isinstance(inputs, torch.Tensor):
             found: torch.Tensor = self.engine.forward(inputs)
             return found
-        return torch.cat([self.engine.forward(image) for image in _each(inputs)]).to(inputs.device)
+        output = torch.cat([self.engine.forward(image) for image in _each(inputs)]).to(inputs.device)
+        return MetaTensor(output).copy_meta_from(inputs) if isinstance(inputs, MetaTensor) else output
 
 
 class WholeImageStep:
