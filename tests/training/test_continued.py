@@ -16,7 +16,7 @@ import torch
 from filelock import FileLock
 
 from gigagrad.errors import ConfigError
-from gigagrad.events import JobAdvanced
+from gigagrad.events import JobAdvanced, Notice
 from gigagrad.files import content_digest
 from gigagrad.training import FitConfig, fit
 from gigagrad.training.folder import Checkpoint, RunFolder
@@ -299,7 +299,14 @@ def test_what_no_state_dict_has_is_continued_too(tmp_path, monkeypatch):
         )
         if stop:
             begun(config, stop)
-        fit(config)
+            run = RunFolder(tmp_path / out)
+            known = json.loads(run.environment.read_text())
+            run.environment.write_text(json.dumps({**known, "packages": {**known["packages"], "torch": "1.0"}}))
+        said: list[str] = []
+        fit(config, [lambda event, said=said: said.append(event.text) if isinstance(event, Notice) else None])
+        told = [text for text in said if "versions are others" in text]
+        assert len(told) == stop, "of PyTorch"
+        assert all("torch 1.0 then, 2." in text and text.count(" then, ") == 1 for text in told)
         found = Checkpoint.load(RunFolder(tmp_path / out).checkpoint)
         weights.append({**found.model, **found.further["tensors"]})
         assert found.further["attributes"] == {"model": {"calls": 4, "sizes": [64] * 4}, "loss 1": {"steps": 4}}

@@ -145,6 +145,15 @@ class RunFolder:
             if path.is_symlink():
                 raise ConfigError(f"{path} is a link; a run is continued from files of its own, so copy them here")
 
+    def other_versions(self) -> list[str]:
+        """List the packages whose versions are others than those that the run was last written with."""
+        try:
+            before: dict[str, Any] = read_json(self.environment)["packages"]
+            now = environment()["packages"]
+            return [f"{name} {before[name]} then, {now[name]} now" for name in now if before[name] != now[name]]
+        except (ValueError, KeyError, TypeError):  # missing, or of another version
+            return []
+
     def leftover(self) -> Path | None:
         """Return a file in the place of one of ours, None if there is none."""
         return next((path for path in self._all if path.exists()), None)

@@ -314,6 +314,11 @@ class _Run:
             if self.tile != self.resumed.tile:
                 text = f"tiles are {self.tile} px now and were {self.resumed.tile}: sums are rounded otherwise"
                 self.events.emit(Notice(text, warning=True))
+            if changed := folder.other_versions():
+                text = (
+                    f"versions are others than when the run was begun ({', '.join(changed)}): bits may be others, too"
+                )
+                self.events.emit(Notice(text, warning=True))
         # A run that goes on is no longer finished.
         folder.summary.unlink(missing_ok=True)
         self.config.save(folder.config)
