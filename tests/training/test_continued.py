@@ -18,8 +18,11 @@ from filelock import FileLock
 from gigagrad.errors import ConfigError
 from gigagrad.events import JobAdvanced, Notice
 from gigagrad.files import content_digest
+from gigagrad.losses import Loss
+from gigagrad.ranks import Mesh, SingleRank
 from gigagrad.training import FitConfig, fit
 from gigagrad.training.folder import Checkpoint, RunFolder
+from gigagrad.training.learner import Learner
 from tests.training.conftest import write_cohort
 
 _HOLDER = """
@@ -271,17 +274,6 @@ class Scaled(torch.nn.Module):
         with torch.no_grad():
             self.largest.mul_(0.9).add_(loss)
         return loss / self.largest
-
-
-class Ramp:
-    "No module of PyTorch's."
-
-    def __init__(self):
-        self.steps = 0
-
-    def __call__(self, output, target):
-        self.steps += 1
-        return self.steps * output.square().mean()
 """
 
 
@@ -291,12 +283,10 @@ def test_what_no_state_dict_has_is_continued_too(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     slides = write_cohort(tmp_path, [(64, 64)])
     slides.write_text("\n".join(line for line in slides.read_text().splitlines() if not line.endswith("test")))
-    model, loss, ramp = (f"networks_of_test_continued:{name}" for name in ("Forgetful", "Scaled", "Ramp"))
+    model, loss = (f"networks_of_test_continued:{name}" for name in ("Forgetful", "Scaled"))
     weights = []
     for out, stop in (("whole", 0), ("stopped", 1)):
-        config = FitConfig(
-            slides=str(slides), out=out, model=model, loss=f"{loss} + {ramp}", epochs=2, checkpoint_seconds=0
-        )
+        config = FitConfig(slides=str(slides), out=out, model=model, loss=loss, epochs=2, checkpoint_seconds=0)
         if stop:
             begun(config, stop)
             run = RunFolder(tmp_path / out)
@@ -309,6 +299,31 @@ def test_what_no_state_dict_has_is_continued_too(tmp_path, monkeypatch):
         assert all("torch 1.0 then, 2." in text and text.count(" then, ") == 1 for text in told)
         found = Checkpoint.load(RunFolder(tmp_path / out).checkpoint)
         weights.append({**found.model, **found.further["tensors"]})
-        assert found.further["attributes"] == {"model": {"calls": 4, "sizes": [64] * 4}, "loss 1": {"steps": 4}}
+        assert found.further["attributes"] == {"model": {"calls": 4, "sizes": [64] * 4}}
     assert weights[0].keys() == weights[1].keys() >= {"model.level", "loss 0.largest"}
     assert all(torch.equal(tensor, weights[1][name]) for name, tensor in weights[0].items())
+
+
+class Ramp:
+    """A loss that is no module."""
+
+    def __init__(self):
+        self.steps = 0
+
+    def __call__(self, output, target):
+        self.steps += 1
+        return self.steps * output.mean()
+
+
+def test_losses_that_are_no_modules_are_continued_too():
+    """They counted from the beginning again."""
+    mesh, config = Mesh(*[SingleRank()] * 3), FitConfig(slides="", out="")
+
+    def learner(ramp):
+        return Learner(config, torch.nn.Conv2d(1, 1, 1), Loss(((1.0, ramp),)), mesh, grouped=False)
+
+    before, after = Ramp(), Ramp()
+    stopped, continued = learner(before), learner(after)
+    before.steps = 7
+    continued._further.load(stopped.state(None)["further"])
+    assert after.steps == 7
