@@ -13,6 +13,7 @@ from torch import nn
 
 import gigagrad as gg
 from gigagrad.allowances import HEAP_TOP_BYTES
+from gigagrad.boxes import Box
 from gigagrad.devices import MemoryGuard, device_for, heap
 from gigagrad.devices.cpu import Cpu, HeapGuard
 from gigagrad.events import Preparing, StepMeasured, TileBegun, TileDone
@@ -354,3 +355,36 @@ def test_running_statistics_are_computed_without_autograd(monkeypatch):
     engine.backward(torch.rand(1, 3, 12, 12), torch.rand(1, 4, 10, 10))
     assert recorded["gigagrad.running_mean"] == recorded["gigagrad.running_variance"] == {False}
     assert recorded["gigagrad.mean_and_scale"] == {True}
+
+
+class PartlyInFull(nn.Module):
+    """Computes its last layer without autocast."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Conv2d(3, 4, 3, padding=1), nn.Conv2d(4, 1, 1)
+
+    def forward(self, image):
+        found = self.first(image)
+        with torch.autocast("cpu", enabled=False):
+            return self.last(torch.relu(found.float()))
+
+
+def test_the_caller_s_autocast_ends_where_the_model_ends_it():
+    """Tiles ran under the caller's once more, so that all of the model was cast."""
+    torch.manual_seed(0)
+    net, image = PartlyInFull(), torch.rand(3, 24, 24)
+    engine = gg.compile(net, tile=(10, 10))
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = net(image[None]).detach()
+        found = engine.forward(image)
+        for _ in engine.stream(image):
+            assert torch.is_autocast_enabled("cpu"), "what is done with a piece is the caller's"
+        with engine.at(image) as predicted:
+            read = torch.from_numpy(predicted.read(Box.whole(24, 24)))
+        loss = gg.compile(net, lambda output, target: output.mean(), tile=(10, 10)).backward(image, torch.zeros(1))
+        assert torch.is_autocast_enabled("cpu")
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(read, expected[0], rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(loss, expected.mean(), rtol=1e-6, atol=1e-7)
+    assert not torch.allclose(expected.mean(), net(image[None]).mean(), rtol=1e-6, atol=1e-7)

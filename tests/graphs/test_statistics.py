@@ -251,3 +251,20 @@ def test_statistics_may_be_one_value_expanded():
     theirs = torch.autograd.grad(normalise(field, *plain), (field, plain[0]), cotangent)
     for one, other in zip(ours, theirs, strict=True):
         torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_gradients_where_statistics_are_of_half_precision_too(dtype):
+    """The kernel took no half statistics beside float32 ones."""
+    torch.manual_seed(0)
+    field, cotangent = (torch.randn(1, 3, 5, 7).to(dtype) for _ in range(2))
+    leaves = [
+        field.requires_grad_(),
+        torch.rand(2, 3).to(dtype).requires_grad_(),
+        torch.rand(3).to(dtype).requires_grad_(),
+    ]
+    found = torch.autograd.grad(normalise(*leaves), leaves, cotangent)
+    wide = [leaf.detach().float().requires_grad_() for leaf in leaves]
+    expected = torch.autograd.grad(normalise(*wide), wide, cotangent.float())
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other.to(dtype))

@@ -112,9 +112,9 @@ def test_masks_in_folders_that_have_changed_are_scored_again(scored, cohort, tmp
     """The time of a Zarr's folder says nothing of the blocks in folders inside."""
     for number in range(2):
         mask = tifffile.imread(tmp_path / f"m{number}.tif")
-        settings = {"shape": (*mask.shape, 1), "dtype": np.uint8, "nearest": True}
-        write_pyramid(tmp_path / f"m{number}.zarr", [mask], **settings)
-        write_pyramid(tmp_path / f"other{number}.zarr", [1 - mask], **settings)
+        for name, pixels in (("m", mask), ("other", 1 - mask)):
+            path, shape = tmp_path / f"{name}{number}.zarr", (*mask.shape, 1)
+            write_pyramid(path, [pixels], shape=shape, dtype=np.uint8, nearest=True)
     cohort.write_text("slide,mask\ns0.tif,m0.zarr\ns1.tif,m1.zarr\n")
     first = scored(Darkness(), cohort, out=tmp_path / "out")
     for block in (tmp_path / "other1.zarr").rglob("*"):
@@ -131,8 +131,16 @@ def test_predictions_of_slides_that_were_replaced_are_told(cohort, tmp_path):
     for number in range(5):
         (masks / f"s{number}.tif").write_bytes((tmp_path / f"m{number}.tif").read_bytes())
         content = _digest([tmp_path / f"s{number}.tif"])
-        record = {"name": f"s{number}", "slide": "s", "slide_bytes": 1, "made_with": made_with, "status": "done"}
-        write_record(tmp_path / "predictions", SlideResult(**record, classes=2, content=content))
+        record = SlideResult(
+            name=f"s{number}",
+            slide="s",
+            slide_bytes=1,
+            made_with=made_with,
+            status="done",
+            classes=2,
+            content=content,
+        )
+        write_record(tmp_path / "predictions", record)
     heard: list[Event] = []
     evaluate_masks(tmp_path / "predictions", cohort, listeners=(heard.append,))
     assert not any(isinstance(event, Notice) for event in heard)

@@ -16,7 +16,7 @@ import torch
 from filelock import FileLock
 
 from gigagrad.errors import ConfigError
-from gigagrad.events import JobAdvanced, Notice
+from gigagrad.events import Event, JobAdvanced, Notice
 from gigagrad.files import content_digest
 from gigagrad.losses import Loss
 from gigagrad.ranks import Mesh, SingleRank
@@ -292,9 +292,9 @@ def test_what_no_state_dict_has_is_continued_too(tmp_path, monkeypatch):
             run = RunFolder(tmp_path / out)
             known = json.loads(run.environment.read_text())
             run.environment.write_text(json.dumps({**known, "packages": {**known["packages"], "torch": "1.0"}}))
-        said: list[str] = []
-        fit(config, [lambda event, said=said: said.append(event.text) if isinstance(event, Notice) else None])
-        told = [text for text in said if "versions are others" in text]
+        said: list[Event] = []
+        fit(config, [said.append])
+        told = [event.text for event in said if isinstance(event, Notice) and "versions are others" in event.text]
         assert len(told) == stop, "of PyTorch"
         assert all("torch 1.0 then, 2." in text and text.count(" then, ") == 1 for text in told)
         found = Checkpoint.load(RunFolder(tmp_path / out).checkpoint)

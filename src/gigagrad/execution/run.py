@@ -11,7 +11,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -154,7 +153,7 @@ class Run:
 
     def run(self) -> None:
         """Run every pass of the plan. Raises StoreError, and CotangentOverflow if the run should begin anew."""
-        for _ in self._passes():
+        for _ in self._without_autocast(self._passes()):
             pass
         if self._first:  # all have met behind their last chunks
             self.journal.close()
@@ -166,7 +165,7 @@ class Run:
         gradient of an image that is handed over. Raises as `run`.
         """
         threads = torch.get_num_threads()
-        for piece in self._passes():
+        for piece in self._without_autocast(self._passes()):
             within = torch.get_num_threads()
             torch.set_num_threads(threads)  # what is done with it is the caller's
             yield piece
@@ -180,12 +179,32 @@ class Run:
         """
         steps = self._prepared.plan.steps
         last = max(index for index, step in enumerate(steps) if isinstance(step, Tiles))
-        for _ in self._passes(steps[:last]):
+        for _ in self._without_autocast(self._passes(steps[:last])):
             pass
         step, before = steps[last], steps[last - 1] if last else None
         assert isinstance(step, Tiles)
         self._begin(before.buffers if isinstance(before, Allocate) else ())
-        return self._prepared.grid(self._prepared.segments[step.segment]), partial(self._tile_loops.outputs, step)
+        grid = self._prepared.grid(self._prepared.segments[step.segment])
+        return grid, lambda tiles: self._without_autocast(self._tile_loops.outputs(step, tiles))
+
+    def _without_autocast(self, pieces: Iterator[Piece]) -> Iterator[Piece]:
+        """Yield pieces, computed in the dtypes that the graph says: it holds the casts of the caller's autocast, and
+        none where the model switches that off.
+        """
+        while True:
+            kinds = {
+                kind for kind in ("cpu", self._prepared.device.torch_device.type) if torch.is_autocast_enabled(kind)
+            }
+            try:
+                for kind in kinds:
+                    torch.set_autocast_enabled(kind, False)
+                piece = next(pieces, None)
+            finally:
+                for kind in kinds:
+                    torch.set_autocast_enabled(kind, True)
+            if piece is None:
+                return
+            yield piece
 
     def _passes(self, steps: Sequence[Step] | None = None) -> Iterator[Piece]:
         coming: tuple[Buffer, ...] = ()

@@ -212,18 +212,18 @@ class _Normalise(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *cotangents: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        field, mean, scale, ones = ctx.saved_tensors
+        field, *saved = ctx.saved_tensors
+        mean, scale, ones = map(_wide, saved)
         asked, cotangent = ctx.needs_input_grad[0], cotangents[0]
         apart = asked and _by_channel(field)
         if cotangent.stride() != field.stride():
             cotangent = torch.empty_like(field).copy_(cotangent)
         # Twice: CUDA's kernel asserts that what a forward in training mode would have saved is there.
         to_field, to_scale, to_shift = torch.ops.aten.native_batch_norm_backward(
-            cotangent, field, scale, mean, ones, _wide(mean), _wide(ones), False, 0.0, [asked and not apart, True, True]
+            cotangent, field, scale, mean, ones, mean, ones, False, 0.0, [asked and not apart, True, True]
         )
         if apart:
-            slope = _wide(scale)
-            to_field = torch.batch_norm_elemt(cotangent, None, None, torch.zeros_like(slope), slope, 0.0)
+            to_field = torch.batch_norm_elemt(cotangent, None, None, torch.zeros_like(scale), scale, 0.0)
         return (
             to_field if asked else None,
             torch.stack([-scale * to_shift, to_scale]),
