@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.overrides import BaseTorchFunctionMode
 
 from gigagrad.graphs import InputSpec, LossModule, trace
 
@@ -51,6 +52,7 @@ FLAGS = {
     "deterministic": deterministic,
     "fast path of attention": no_fast_path,
     "kernels of attention": lambda: sdpa_kernel(SDPBackend.MATH),
+    "modes of PyTorch's functions": BaseTorchFunctionMode,
     "oneDNN": no_onednn,
 }
 

@@ -132,4 +132,5 @@ def _flags() -> tuple[Any, ...]:
         torch._C._get_flash_sdp_enabled(),
         torch._C._get_mem_efficient_sdp_enabled(),
         torch._C._get_math_sdp_enabled(),
+        *map(type, torch.overrides._get_current_function_mode_stack()),  # type: ignore[no-untyped-call]
     )
