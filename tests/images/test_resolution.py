@@ -16,7 +16,7 @@ from gigagrad.errors import ImageError
 from gigagrad.images import open_image, write_pyramid
 from gigagrad.images.georeference import (
     GuessedResolutionWarning,
-    OblongPixelsWarning,
+    NonSquarePixelsWarning,
     PixelSize,
     choose_mpp,
     micrometres,
@@ -88,7 +88,7 @@ def test_pixels_that_are_no_squares_are_told(write: Any, read: Any, down: float,
             assert (image.mpp, given.mpp) == (pytest.approx(0.5), 0.3)
     text = rf"a[.a-z]*: pixels are 0\.5 um wide and {down:g} um high"
     assert [bool(re.match(text, str(warning.message))) for warning in heard] == [True] * told
-    assert all(warning.category is OblongPixelsWarning for warning in heard)
+    assert all(warning.category is NonSquarePixelsWarning for warning in heard)
 
 
 @pytest.mark.parametrize("given", [0.0, -1.0, 25400.0, float("nan")])

@@ -130,7 +130,7 @@ def _warnings_in_one_line() -> Iterator[None]:
     """Print our own warnings as `gigagrad: warning: ...`; what libraries warn of, in either way, is for developers,
     who pass `python -W`.
     """
-    from gigagrad.images.georeference import GuessedResolutionWarning, OblongPixelsWarning
+    from gigagrad.images.georeference import GuessedResolutionWarning, NonSquarePixelsWarning
 
     def show(message: Warning | str, *rest: object, **named: object) -> None:
         _complain(f"warning: {message}", 0)
@@ -141,7 +141,7 @@ def _warnings_in_one_line() -> Iterator[None]:
                 stack.callback(log.setLevel, log.level)
                 log.setLevel(logging.CRITICAL)
             warnings.simplefilter("ignore")
-            for kind in (GuessedResolutionWarning, OblongPixelsWarning):
+            for kind in (GuessedResolutionWarning, NonSquarePixelsWarning):
                 warnings.simplefilter("default", kind)
         warnings.showwarning = show
         yield

@@ -2,7 +2,7 @@
 
 from gigagrad.images.bag import Bag
 from gigagrad.images.coordinates import read_coordinates, write_coordinates
-from gigagrad.images.georeference import GuessedResolutionWarning, OblongPixelsWarning, require_mpp
+from gigagrad.images.georeference import GuessedResolutionWarning, NonSquarePixelsWarning, require_mpp
 from gigagrad.images.image import Image
 from gigagrad.images.layout import MaskClass
 from gigagrad.images.opening import open_image
@@ -22,7 +22,7 @@ __all__ = [
     "InputView",
     "Level",
     "MaskClass",
-    "OblongPixelsWarning",
+    "NonSquarePixelsWarning",
     "Recipe",
     "Regions",
     "fill_holes",

@@ -228,7 +228,7 @@ class GuessedResolutionWarning(UserWarning):
     """The file names no micrometres per pixel; they were guessed from the objective's magnification."""
 
 
-class OblongPixelsWarning(UserWarning):
+class NonSquarePixelsWarning(UserWarning):
     """The file's pixels are wider than high, or higher than wide, and are read as they are."""
 
 
@@ -267,7 +267,7 @@ def choose_mpp(
     """Choose level 0's micrometres per pixel by the precedence above, None if nothing credible is known.
 
     `claims` are what the file says, the most trusted first; they do not count beside a `georeference`. Warns where
-    pixels that a claim is of are no squares. Raises `ImageError` for an impossible `given`.
+    the pixels of a claim are not square. Raises `ImageError` for an impossible `given`.
     """
     if georeference is not None and (given is None or 0 < given < math.inf):
         return georeference.mpp if given is None else given
@@ -294,13 +294,13 @@ def choose_mpp(
 
 
 def _width(size: PixelSize, name: str) -> float | None:
-    """Return the width of pixels, and warn where they are no squares."""
+    """Return the width of pixels, and warn where they are not square."""
     width, height = size
     if width and height and not 1 / _SQUARE <= width / height <= _SQUARE:
         warnings.warn(
             f"{name}: pixels are {width:.4g} um wide and {height:.4g} um high; they are read as they are, and their "
             "width is taken for the resolution (resample the slide to squares, or say --mpp)",
-            OblongPixelsWarning,
+            NonSquarePixelsWarning,
             stacklevel=4,
         )
     return width
