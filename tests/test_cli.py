@@ -286,7 +286,7 @@ def test_plan_draws_a_picture_and_names_the_budget_that_works(tmp_path, capsys):
 
 
 def test_plan_says_which_fields_are_rounded(tmp_path, monkeypatch, capsys):
-    (tmp_path / "nets.py").write_text(
+    (tmp_path / "double_nets.py").write_text(
         "from torch import nn\n"
         "def normed():\n"
         "    return nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4), nn.Conv2d(4, 1, 1)).double()\n"
@@ -297,7 +297,7 @@ def test_plan_says_which_fields_are_rounded(tmp_path, monkeypatch, capsys):
         "        return self.net(x.double())\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
-    command = ["plan", "--model", "nets:Net", "--size", "900x800", "--storage", "bfloat16"]
+    command = ["plan", "--model", "double_nets:Net", "--size", "900x800", "--storage", "bfloat16"]
     assert main(command) == 0
     text = capsys.readouterr().out
     assert "kept in memory as bfloat16" in text

@@ -62,7 +62,24 @@ def test_a_first_rank_of_an_earlier_start_gives_way(store):
         pass
     assert [one.start for one in met(store, range(2), 2)] == [2, 2]
     earlier.join(timeout=60)
-    assert [one.missing for one in found] == [[1, 2]]
+    assert [2 in one.missing for one in found] == [True]
+
+
+def test_who_was_answered_by_a_first_rank_of_an_earlier_start_goes_over_to_the_later_one(store):
+    found = {}
+    earlier = threading.Thread(target=lambda: found.update(earlier=met(store, [0], 3)))
+    follower = threading.Thread(target=lambda: found.update(follower=met(store, [1], 2)))
+    earlier.start()
+    while not store.add("starts", 0):
+        pass
+    follower.start()
+    while not store.check(["1-1"]):
+        pass
+    assert [(one.start, one.missing) for one in met(store, [0], 2)] == [(2, [])]
+    for thread in (earlier, follower):
+        thread.join(timeout=60)
+    assert [(one.start, one.missing) for one in found["follower"]] == [(2, [])]
+    assert [2 in one.missing for one in found["earlier"]] == [True]
 
 
 def test_without_torchrun_there_is_one(monkeypatch):

@@ -241,7 +241,7 @@ class FitConfig(Settings):
 
     def save(self, path: Path) -> None:
         """Write every setting, defaults included, as YAML. Raises `WriteError`."""
-        write_text(path, yaml.safe_dump(self.to_dict(), sort_keys=False, allow_unicode=True))
+        write_text(path, yaml.safe_dump(self.to_dict(), sort_keys=False, allow_unicode=True, width=math.inf))
 
 
 _WIDTH = 100
@@ -294,7 +294,7 @@ def write_template(path: Path, slides: Path, *, overwrite: bool = False) -> Path
         default = list(field.default) if isinstance(field.default, tuple) else field.default
         given = field.name in chosen
         value = {field.name: chosen[field.name] if given else default}
-        text = yaml.safe_dump(value, sort_keys=False, allow_unicode=True).rstrip()
+        text = yaml.safe_dump(value, sort_keys=False, allow_unicode=True, width=math.inf).rstrip()
         lines += [line if given else f"# {line}" for line in text.splitlines()] + [""]
     write_text(path, "\n".join(lines))
     return path

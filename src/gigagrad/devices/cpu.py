@@ -307,7 +307,7 @@ class HeapGuard(MemoryGuard):
 
 
 _idle: deque[SimpleQueue[Callable[[], None]]] = deque()
-"""What threads that look at memory wait for, of those without work: to start one takes longer than a look."""
+"""Queues of the threads that look at memory, of those without work: to start one takes longer than a look."""
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_idle.clear)  # the threads are its parent's
 

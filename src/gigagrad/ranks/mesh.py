@@ -142,16 +142,19 @@ def _lead(store: WatchedStore, count: int, seconds: float) -> Members:
 
 
 def _follow(store: WatchedStore, rank: int, seconds: float) -> Members:
-    greeting = uuid4().hex
-    store.set(f"greeting-{rank}", greeting)
-    if (answer := _awaited(store, f"answer-{greeting}", seconds)) is None:
-        return Members(0, [], [0])
-    start = int(answer)
-    store.set(f"{start}-{rank}", HOST)
-    if (members := _awaited(store, f"found-{start}", seconds)) is None:
-        return Members(start, [], [0])
-    store.add(f"heard-{start}", 1)
-    return Members(**json.loads(members))
+    while True:
+        greeting = uuid4().hex
+        store.set(f"greeting-{rank}", greeting)
+        if (answer := _awaited(store, f"answer-{greeting}", seconds)) is None:
+            return Members(0, [], [0])
+        start, members = int(answer), Members(int(answer), [], [0])
+        store.set(f"{start}-{rank}", HOST)
+        if (told := _awaited(store, f"found-{start}", seconds)) is not None:
+            store.add(f"heard-{start}", 1)
+            members = Members(**json.loads(told))
+        if not members.missing or store.add("starts", 0) == start:
+            return members
+        # Whoever was first before has answered, and given way: greet who is now.
 
 
 def _awaited(store: WatchedStore, key: str, seconds: float) -> str | None:
