@@ -178,6 +178,7 @@ def test_bricks_on_their_way_to_files_are_counted():
         for field in fields
     ]
     assert in_files - elsewhere == ROWS_AT_ONCE * max(rows) > 0
+    assert estimates[0].mapped_bytes(cost) >= in_files - elsewhere, "beside tiles, however small their crops are"
 
 
 @pytest.mark.parametrize("phase", ["forward", "backward"])

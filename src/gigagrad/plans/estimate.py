@@ -388,7 +388,8 @@ class SegmentTiles:
         """
         graph = self.problem.graph
         crops = [height * width * graph[i].bytes_per_pixel for i, (height, width) in cost.crops.items()]
-        waiting = self._waiting_bytes(cost) if max(crops, default=0) >= MAPPED_BYTES else 0
+        large = max(crops, default=0) >= MAPPED_BYTES
+        waiting = self._waiting_bytes(cost) if large else self._behind_bytes(cost)  # rows of files are large anyway
         weights = [graph[i].nbytes for i in self.segment.globals if self.backward and graph[i].differentiable]
         mapped = waiting + self._shares * sum(n for n in weights if n >= MAPPED_BYTES)
         return mapped + self._further_fragmentation(cost)
