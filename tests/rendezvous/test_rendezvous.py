@@ -12,7 +12,7 @@ from gigagrad.cli.interrupts import is_first
 from gigagrad.errors import ConfigError, RankError
 from gigagrad.files import HOST
 from gigagrad.ranks import SingleRank, from_environment, launch, mesh
-from gigagrad.ranks.mesh import find_members
+from gigagrad.ranks.mesh import Members, find_members
 from gigagrad.ranks.process_group import WatchedStore
 from tests.ranks.started import variables_of
 
@@ -66,7 +66,7 @@ def test_a_first_rank_of_an_earlier_start_gives_way(store):
 
 
 def test_who_was_answered_by_a_first_rank_of_an_earlier_start_goes_over_to_the_later_one(store):
-    found = {}
+    found: dict[str, list[Members]] = {}
     earlier = threading.Thread(target=lambda: found.update(earlier=met(store, [0], 3)))
     follower = threading.Thread(target=lambda: found.update(follower=met(store, [1], 2)))
     earlier.start()
