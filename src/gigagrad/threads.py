@@ -249,6 +249,33 @@ def _let_go(tasks: SimpleQueue[Task[Any] | None], count: int) -> None:
         tasks.put(None)
 
 
+_waiting: dict[str, deque[SimpleQueue[Callable[[], None]]]] = {}
+"""Queues of threads that wait for a call, by the name of the threads."""
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_waiting.clear)  # the threads are its parent's
+
+
+def call_beside(call: Callable[[], None], name: str) -> None:
+    """Make a call in a thread of this name that waits for the next one afterwards: to start one takes longer than most
+    of what it is for. Two calls at a time have two threads.
+    """
+    waiting = _waiting.setdefault(name, deque())
+    try:
+        calls = waiting.pop()
+    except IndexError:
+        calls = SimpleQueue()
+        threading.Thread(target=_call_and_wait, args=(calls, waiting), name=name, daemon=True).start()
+    calls.put(call)
+
+
+def _call_and_wait(calls: SimpleQueue[Callable[[], None]], waiting: deque[SimpleQueue[Callable[[], None]]]) -> None:
+    while True:
+        call = calls.get()
+        call()
+        del call  # it may hold what is to go
+        waiting.append(calls)
+
+
 def _sharing() -> int:
     """Return how many threads share an operator of this one; nobody who reads images alone has to import PyTorch."""
     torch = sys.modules.get("torch")

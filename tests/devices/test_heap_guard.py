@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from gigagrad import threads
 from gigagrad.allowances import UNNOTICED_BYTES
-from gigagrad.devices import cpu, device_for, heap
+from gigagrad.devices import device_for, heap
 from gigagrad.devices.cpu import HeapGuard
 from gigagrad.devices.heap import return_freed_memory, settle_allocator, used_bytes
 from tests.devices.fake import FakeCpu
@@ -325,7 +326,7 @@ class TestWholeNetworks:
     def test_one_thread_looks_in_one_step_after_the_other(self, held, watch):
         watch.begin_pass(90 * MIB, 0, 8 * MIB)
         for step in range(1, 4):
-            wait_until(lambda: not looking() or cpu._idle)
+            wait_until(lambda: not looking() or threads._waiting["gigagrad-memory"])
             before = looking()
             with watch.computing_whole():
                 assert len(looking() - before) == (not before)

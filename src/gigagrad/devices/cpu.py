@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import _thread
-import os
 import sys
 import threading
-from collections import deque
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from queue import SimpleQueue
 from typing import ClassVar
 
 import psutil
@@ -41,7 +38,7 @@ from gigagrad.devices.heap import (
     used_bytes,
 )
 from gigagrad.devices.machine import Machine
-from gigagrad.threads import uninterrupted
+from gigagrad.threads import call_beside, uninterrupted
 
 _MATRIX_TILES = {torch.bfloat16: "amx_bf16", torch.float16: "amx_fp16"}
 """The capability that a processor needs for its matrix tiles to take numbers of a dtype; their kernels are larger."""
@@ -190,7 +187,7 @@ class HeapGuard(MemoryGuard):
         try:
             self._watched = self._in_heap
             if self._watched:
-                _beside(partial(self._look_until, bell))
+                call_beside(partial(self._look_until, bell), "gigagrad-memory")
             with self.computing_tiles():
                 yield
         finally:
@@ -304,27 +301,3 @@ class HeapGuard(MemoryGuard):
         """Let large blocks of tiles come from the heap, which holds on to what is freed, or from the system."""
         self._in_heap = in_heap
         self._blocks.choose(in_heap=in_heap and self._at_work and self._large, holding=in_heap)
-
-
-_idle: deque[SimpleQueue[Callable[[], None]]] = deque()
-"""Queues of the threads that look at memory, of those without work: to start one takes longer than a look."""
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_idle.clear)  # the threads are its parent's
-
-
-def _beside(look: Callable[[], None]) -> None:
-    """Call it in another thread."""
-    try:
-        looks = _idle.pop()
-    except IndexError:
-        looks = SimpleQueue()
-        threading.Thread(target=_look_again_and_again, args=(looks,), name="gigagrad-memory", daemon=True).start()
-    looks.put(look)
-
-
-def _look_again_and_again(looks: SimpleQueue[Callable[[], None]]) -> None:
-    while True:
-        look = looks.get()
-        look()
-        del look  # it holds the guard of a run that may be over
-        _idle.append(looks)
