@@ -3,10 +3,11 @@
     python bench/budgets.py [--cases 300] [--seed 0] [--out budgets.jsonl] [--jobs 2] [--ranks 1]
 
 A case draws a network, an image and how its budget is set: none at all; or a multiple of the smallest budget, which a
-first process is told when it is refused 64 MiB, so that a multiple of 1 checks the refusal's own advice. Two training
-steps with Adam run in a fresh interpreter (bench/budgets_case.py). Lines already in `--out` are not run again.
+first process is told when it is refused 64 MiB, so that a multiple of 1 checks the refusal's own advice. Three training
+steps with Adam run in a fresh interpreter (bench/budgets_case.py), half of them with scratch files. Lines already in
+`--out` are not run again.
 
-Measured is the highest resident memory of the whole process, from the operating system, over both steps; predicted is
+Measured is the highest resident memory of the whole process, from the operating system, over all steps; predicted is
 what the plan said before the first one. With several `--ranks`, processes compute each image together over gloo, and
 the highest of any of them counts. Prints one JSON line last and exits with 1 where a budget was exceeded.
 """
@@ -100,6 +101,7 @@ def draw(seed: int, index: int) -> dict[str, Any]:
         "threads": rng.choice((1, 2, 2)),
         # Of the smallest budget; None: no budget.
         "multiple": rng.choice((None, 1.0, 1.0, rng.uniform(1.0, 1.15), rng.uniform(1.15, 3.0))),
+        "scratch": rng.random() < 0.5,
     }
 
 
@@ -135,6 +137,7 @@ def run_case(case: dict[str, Any], folder: Path) -> dict[str, Any]:
         pixels = np.random.default_rng(case["index"]).integers(0, 256, (case["height"], case["width"], 3), np.uint8)
         tifffile.imwrite(file, pixels, tile=(256, 256), compression="deflate", photometric="rgb")
         case = case | {"file": str(file)}
+    case = case | {"folder": str(folder) if case["scratch"] else None}
     attempts = []
     budget = None
     if case["multiple"] is not None:
@@ -144,7 +147,7 @@ def run_case(case: dict[str, Any], folder: Path) -> dict[str, Any]:
     if case["multiple"] is None or budget is not None:
         attempts.append(attempt(case, budget))
     file.unlink(missing_ok=True)
-    return {key: value for key, value in case.items() if key != "file"} | {"attempts": attempts}
+    return {key: value for key, value in case.items() if key not in ("file", "folder")} | {"attempts": attempts}
 
 
 def summarise(records: list[dict[str, Any]]) -> dict[str, Any]:
@@ -158,6 +161,7 @@ def summarise(records: list[dict[str, Any]]) -> dict[str, Any]:
     return {
         "cases": len(records),
         "ran": len(ran),
+        "with_files": sum(a["scratch_bytes"] > 0 for a in ran),
         "refused": len(refusals),
         "refused_twice": sum("refused" in r["attempts"][-1] and len(r["attempts"]) > 1 for r in records),
         "failed": sum("failed" in a for a in last),

@@ -1,4 +1,4 @@
-"""One case of `bench/budgets.py`, in a process of its own: two training steps under a budget, and what they took.
+"""One case of `bench/budgets.py`, in a process of its own: three training steps under a budget, and what they took.
 
     python bench/budgets_case.py '{"model": "unet-batch", "height": 300, "width": 400, ...}'
 
@@ -28,7 +28,7 @@ import gigagrad.models.torchvision_operators
 from gigagrad.errors import BudgetError, RankError
 from gigagrad.losses import bce
 
-_STEPS = 2
+_STEPS = 3
 
 
 class UNet(nn.Module):
@@ -93,7 +93,9 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
     target = torch.tensor([1]) if case["label"] else make_image(case | {"image": "bytes"}, 9)[:1] > 127
     loss = F.cross_entropy if case["label"] else bce
     mesh = init_device_mesh("cpu", (int(os.environ["WORLD_SIZE"]),)) if "WORLD_SIZE" in os.environ else None
-    engine = gg.compile(model, loss, memory=case["budget"], precision=case["precision"], mesh=mesh)
+    engine = gg.compile(
+        model, loss, memory=case["budget"], precision=case["precision"], mesh=mesh, scratch=case["folder"]
+    )
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-4)
     try:
         plan = engine.plan(image, target)
@@ -121,6 +123,7 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
         "seconds": seconds,
         "workers": plan.workers,
         "tiles": plan.tile_count,
+        "scratch_bytes": plan.bytes_in("disk"),
         "parts": dict(plan.memory_parts()),
     }
 
