@@ -18,6 +18,7 @@ from gigagrad.plans.fit import Fitter
 from gigagrad.plans.geometry import lattice
 from gigagrad.plans.plan import amount_of
 from gigagrad.stores import DiskTier, MemoryTier
+from gigagrad.stores.disk import PlannedDiskTier
 from tests.plans.networks import graph_of as colour_graph_of
 from tests.plans.networks import kept_at_best, plan_of, problem_of, residual
 
@@ -177,6 +178,21 @@ def test_no_single_field_of_a_long_step_is_better_kept_or_given_up():
         except BudgetError:
             continue
         assert other.modelled_seconds > 0.995 * plan.modelled_seconds
+
+
+def test_what_was_given_up_early_may_take_the_place_of_what_stayed(monkeypatch):
+    """Where files have little room, the first fields to be given up are not the least worth keeping together."""
+    graph = colour_graph_of(residual(6, 16), size=512)
+    slow, room = Machine(flops_per_second=1e9), 64 * 2**20
+    budget = int(0.4 * plan_of(graph, machine=slow).predicted_peak_bytes)
+    problem = problem_of(graph, budget, machine=slow, rooms={"disk": room})
+    problem = replace(problem, tiers=(MemoryTier(), PlannedDiskTier(room)))
+    found = make_plan(problem)
+    assert make_plan(problem) == found  # the draws are the same ones
+    assert found.predicted_peak_bytes <= budget
+    assert found.bytes_in("disk") <= room
+    monkeypatch.setattr(choose, "_MOST_DRAWN", 0)
+    assert make_plan(problem).modelled_seconds > 1.3 * found.modelled_seconds
 
 
 def test_whoever_asks_is_told_of_every_way_that_was_tried(norms):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -53,6 +54,11 @@ _LONG, _FEW_SEGMENTS = 10.0, 64
 _BETTER, _MOST_IN_VAIN = 0.995, 36_000
 """Part of the time that makes it worth another choice, and the operators of plans in a row that gained nothing after
 which no more are made."""
+
+_FEWER, _MORE = (0, 1, 1, 2), (1, 1, 2, 3)
+"""Fields that a drawn choice keeps no more, and fields that it keeps instead: one of these numbers each."""
+_MOST_DRAWN, _MOST_DRAWN_IN_VAIN = 250_000, 60_000
+"""Operators of the plans drawn in all, and of those in a row that gained nothing: 90 plans of Unet(resnet34)."""
 
 _SHARINGS, _LEEWAY = 6, 1.05
 """Plans made at most for several ranks, and how much more than the last one they may hold and send: both are known of a
@@ -252,7 +258,7 @@ class _Chooser:
             filter(None, (at_once, without, self._first_that_fits(faster, at_most))), key=_seconds, default=None
         )
         if found is not None:
-            return self._polished(found, selections[0])
+            return self._drawn(self._polished(found, selections[0]), selections[0])
         if at_most < inf:
             return None
         samples = (candidates[place] for candidates, places in self._samples for place in places)
@@ -281,6 +287,31 @@ class _Chooser:
                 continue
             other = self._attempt(changed)
             if other is not None and other.modelled_seconds < _BETTER * plan.modelled_seconds:
+                plan, in_vain = other, 0
+        return plan
+
+    def _drawn(self, plan: Plan, wanted: frozenset[int]) -> Plan:
+        """Keep other fields in the place of some, again and again, where a step takes long: what a field is worth
+        depends on all that are kept, and what was given up early may by now be worth more than what stayed.
+
+        A large neighbourhood search (P. Shaw, CP 1998) whose draws are the same each time.
+        """
+        able, operators = sorted(wanted - gathered(self._graph)), len(self._graph.nodes)
+        if plan.modelled_seconds < _LONG:
+            return plan
+        tiers, draws, in_vain = [self._problem.memory.name, *self._problem.rooms], random.Random(0), 0  # noqa: S311
+        for _ in range(_MOST_DRAWN // operators):
+            if in_vain * operators > _MOST_DRAWN_IN_VAIN:
+                break
+            in_vain += 1
+            kept = {field.node: field.tier for field in plan.kept}
+            there = [field for field in able if field in kept]
+            left = [kept.pop(field) for field in draws.sample(there, min(draws.choice(_FEWER), len(there)))]
+            tier, others = draws.choice(left or tiers), [field for field in able if field not in kept]
+            kept |= dict.fromkeys(draws.sample(others, min(draws.choice(_MORE), len(others))), tier)
+            rough = self._rough_seconds(kept, workers=plan.workers, at_most=plan.modelled_seconds)
+            other = self._attempt(kept) if rough is not None and rough < plan.modelled_seconds else None
+            if other is not None and other.modelled_seconds < plan.modelled_seconds:
                 plan, in_vain = other, 0
         return plan
 
