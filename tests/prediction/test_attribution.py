@@ -13,10 +13,11 @@ import torch
 from PIL import Image as Pillow
 from torch import nn
 
+import gigagrad as gg
 from gigagrad.cli import main
 from gigagrad.errors import ConfigError, ImageError, ModelError
 from gigagrad.models import save_model
-from gigagrad.prediction.attribution import attribute, block_rows, score_of
+from gigagrad.prediction.attribution import Tapped, attribute, block_rows, score_of
 from gigagrad.prediction.slide_scores import Reading
 
 SQUARE = slice(40, 72), slice(16, 56)
@@ -128,6 +129,24 @@ def test_the_output_of_a_module_is_a_map(run: Path, slide: Path) -> None:
         made(run, slide, module="excess", of="dark")
     with pytest.raises(ImageError, match="another map"):
         made(run, slide)
+
+
+def test_the_output_of_a_module_is_what_it_gave_whatever_writes_into_it() -> None:
+    class Residual(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.act = nn.BatchNorm2d(3), nn.ReLU(inplace=True)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            found = self.norm(x)
+            found += x
+            return self.act(found).mean((2, 3))
+
+    image = torch.randn(1, 3, 8, 8)
+    model = Residual().eval()
+    torch.testing.assert_close(Tapped(model, "norm")(image), model.norm(image))
+    engine = gg.compile(Tapped(model, "norm").eval(), tile=(3, 5))
+    torch.testing.assert_close(engine.forward(image[0]), model.norm(image))
 
 
 def test_what_is_there_is_left_alone_and_what_failed_is_told(run: Path, slide: Path, capsys: Any) -> None:

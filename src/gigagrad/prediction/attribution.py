@@ -188,13 +188,19 @@ class Tapped(nn.Module):
         self.model, self.module = model, module
 
     def forward(self, *images: Tensor) -> Tensor:
-        outputs: list[Tensor] = []
-        hook = self.model.get_submodule(self.module).register_forward_hook(lambda _, __, out: outputs.append(out))
+        outputs: list[Any] = []
+
+        def keep(_: nn.Module, __: Any, out: Any) -> None:
+            # What comes behind may write into it, as ReLU(inplace=True) and sums of residuals do.
+            outputs.append(out.clone() if isinstance(out, Tensor) else out)
+
+        hook = self.model.get_submodule(self.module).register_forward_hook(keep)
         try:
             self.model(*images)
         finally:
             hook.remove()
-        return outputs[-1]
+        found: Tensor = outputs[-1]
+        return found
 
 
 def _holds(path: Path, settings: dict[str, Any]) -> bool:
