@@ -149,6 +149,15 @@ def test_the_output_of_a_module_is_what_it_gave_whatever_writes_into_it() -> Non
     torch.testing.assert_close(engine.forward(image[0]), model.norm(image))
 
 
+def test_a_slide_of_another_resolution_has_a_map_of_that(run: Path, slide: Path) -> None:
+    for mpp in (0.5, 0.25):
+        cohort = run.parent / "cohort.csv"
+        cohort.write_text(f"slide,mpp\n{slide.name},{mpp}\n")
+        attribute(run, [cohort], run.parent / "maps", trust=[SPEC])
+        with gg.open_image(run.parent / "maps" / "a slide.tif") as heat:
+            assert heat.mpp == pytest.approx(8 * mpp)
+
+
 def test_what_is_there_is_left_alone_and_what_failed_is_told(run: Path, slide: Path, capsys: Any) -> None:
     broken = slide.with_name("broken.tif")
     broken.write_bytes(b"no picture")

@@ -43,6 +43,8 @@ from gigagrad.shares import Share
 _MADE: Final = "gigagrad attribution: "
 _GIVEN: Final = "classes", "grey", "bands", "threshold"
 """Settings by which a map is another one than the run's own."""
+_OF_SLIDES: Final = "content", "mpp"
+"""What is written down of a slide that may change: the map is then made anew."""
 _USUAL: Final = {field.name: field.default for field in dataclasses.fields(PredictConfig)}
 
 
@@ -122,6 +124,7 @@ class _Job:
                 "model": self._digest,
                 "slide": [row.slide.name, *slide.shape],
                 "content": [content_digest(file) for file in row.slides],
+                "mpp": slide.mpp,
             }
             if given := {name: value for name in _GIVEN if (value := getattr(self._config, name)) != _USUAL[name]}:
                 settings["given"] = given
@@ -204,7 +207,8 @@ class Tapped(nn.Module):
 
 
 def _holds(path: Path, settings: dict[str, Any]) -> bool:
-    """Return whether a file is the map of these settings, False of a slide that has been replaced since.
+    """Return whether a file is the map of these settings, False of a slide that has been replaced since, or whose
+    resolution is given otherwise.
 
     Raises `WriteError` for a map of others, or of somebody else.
     """
@@ -213,11 +217,11 @@ def _holds(path: Path, settings: dict[str, Any]) -> bool:
     try:
         with tifffile.TiffFile(path) as file:
             known = json.loads(str(file.pages.first.description).removeprefix(_MADE))
-        content = known.pop("content", settings["content"])  # of earlier versions
+        before = [known.pop(name, settings[name]) for name in _OF_SLIDES]  # earlier versions said less
     except Exception:  # anybody's file
-        known, content = None, None
+        known, before = None, []
     now = json.loads(json.dumps(settings))
-    is_replaced = content != now.pop("content")
+    is_replaced = before != [now.pop(name) for name in _OF_SLIDES]
     if is_replaced and known is not None:
         known["slide"][1:] = now["slide"][1:]
     if known != now:
