@@ -106,6 +106,16 @@ def test_numbers(cohort):
     assert evaluate_masks("out", path, split="test") == evaluation
 
 
+@pytest.mark.parametrize(("loss", "column"), [("mse", "output"), ("bce", "probability_1")])
+def test_the_folder_to_pass_on_says_what_the_output_is(cohort, loss, column):
+    """A number was read as the logit of a class."""
+    path = cohort(0, 1)
+    fit(replace(config_of(path, "One", loss), epochs=1))
+    for run in ("run", "run/model"):
+        (slide, *_) = predict(run, slides=[path], out=f"out/{run}", split="test", trust=TRUST)
+        assert list(slide.scores) == [column]
+
+
 def test_numbers_that_are_names_are_refused(cohort):
     """With a comma before decimals they are: each was learnt as its place in alphabetical order."""
     config = config_of(cohort("low", "high"), "One", "mse")

@@ -149,7 +149,7 @@ def test_a_run_leaves_a_folder_that_loads_back_in_one_line(config, cohort_csv, t
     settings = json.loads((folder / "config.json").read_text())
     assert settings == {
         "format": "gigagrad model", "version": 1, "spec": "paper-unet", "level": 0, "grey": False, "mpp": None,
-        "bands": [], "classes": ["tissue=1", "unlabelled=0"],
+        "bands": [], "classes": ["tissue=1", "unlabelled=0"], "loss": "bce",
     }  # fmt: skip
 
 

@@ -259,6 +259,7 @@ def write_model(model: nn.Module, config: FitConfig, cohort: Cohort, result: Fit
     `WriteError`, and `ModelError` for a network that is more than tensors.
     """
     settings = {
+        "loss": config.loss,  # which says what the outputs are
         "classes": list(config.classes),
         "level": config.level,
         "grey": config.grey,
