@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from shutil import copyfile
+
 import numpy as np
 import pytest
 
@@ -32,6 +34,23 @@ def test_a_folder_is_opened_as_a_slide(folder):
 
 def test_a_folder_is_one_slide_of_a_list(folder):
     assert [(row.slide, row.name) for row in find_slides([folder])] == [(folder, "biopsy")]
+
+
+def test_a_folder_of_two_slides_is_refused(folder, tmp_path):
+    """The first one was opened, and the other one was left out."""
+    other = write_dicom(tmp_path / "other", PIXELS[:200])
+    both = tmp_path / "both"
+    both.mkdir()
+    for path in (*folder.iterdir(), *other.iterdir()):
+        copyfile(path, both / f"{path.parent.name}-{path.name}")
+    with pytest.raises(ImageError, match=r"biopsy-0.dcm and other-0.dcm are of two series; give each"):
+        open_image(both)
+    with open_image(both / "other-1.dcm") as slide:
+        assert slide.shape == (3, 200, 600)
+    for path in both.glob("other*"):  # what is no slide, as a segmentation, stays beside one
+        path.write_bytes(path.read_bytes().replace(b"10008.5.1.4.1.1.77.1.6", b"10008.5.1.4.1.1.66.4\0\0"))
+    with open_image(both) as slide:
+        assert slide.shape == (3, 400, 600)
 
 
 def test_other_folders_and_instances_are_named(folder, tmp_path):

@@ -39,6 +39,11 @@ _PNG, _JPEG = b"\x89PNG\r\n\x1a\n", b"\xff\xd8\xff"
 _PNG_BITS, _PNG_GREY = 24, 0
 # Every block of 8 x 8 px has at least one bit.
 _MOST_PX_PER_JPEG_BYTE = 8 * 64
+_DICOM_SLIDE = b"\x02\x00\x02\x00UI\x1e\x001.2.840.10008.5.1.4.1.1.77.1.6"
+"""The beginning of an instance of a whole slide: tag, VR, length and class."""
+_DICOM_SERIES = b"\x20\x00\x0e\x00UI"
+_DICOM_HEAD_BYTES = 2**16
+"""Bytes of an instance that its series is looked for in: it stands before what is long."""
 _TIFF_SIGNATURES = (b"II*\x00", b"MM\x00*", b"II+\x00", b"MM\x00+")
 
 
@@ -117,8 +122,14 @@ def _open_path(path: Path, level: int, mpp: float | None, *, ids: bool = False) 
     if path.is_dir():
         if is_zarr(path):
             return open_zarr(path, level=level, mpp=mpp)
-        for instance in dicom_instances(path):
+        for instance in (instances := dicom_instances(path)):
             if of_dicom := open_openslide(instance, level=level, mpp=mpp):
+                if other := _of_other_series(instances, of_dicom.series):
+                    of_dicom.close()
+                    raise ImageError(
+                        f"{path} holds several slides of DICOM: {instance.name} and {other.name} are of two series; "
+                        "give each a folder of its own, or name an instance of the one that you mean"
+                    )
                 return of_dicom
         raise ImageError(f"{path} is a folder, no image, Zarr store or DICOM slide; name a file inside it")
     try:
@@ -151,6 +162,16 @@ def _open_path(path: Path, level: int, mpp: float | None, *, ids: bool = False) 
 def dicom_instances(folder: Path) -> list[Path]:
     """List the DICOM files in a folder, which together are one slide."""
     return sorted(path for path in folder.iterdir() if path.suffix.lower() == ".dcm")
+
+
+def _of_other_series(instances: Sequence[Path], series: str) -> Path | None:
+    """Return an instance of another slide than that of the `series`; None where nothing says that there is one."""
+    for instance in instances:
+        with in_our_words(f"cannot read {instance}"), instance.open("rb") as file:
+            head = file.read(_DICOM_HEAD_BYTES)
+        if _DICOM_SLIDE in head and _DICOM_SERIES in head and series.encode() not in head:
+            return instance
+    return None
 
 
 def _open_array(source: object, level: int, mpp: float | None) -> Image:

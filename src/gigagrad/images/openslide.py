@@ -69,6 +69,8 @@ class OpenSlideImage(Image):
             thread_bytes=_COPIES * _BLOCK**2 * 4,
             decode_seconds=math.prod(chosen.shape) / _PX_PER_SECOND,
         )
+        self.series: str = slide.properties.get("dicom.SeriesInstanceUID", "")
+        """What instances of DICOM are one slide by; "" of other formats."""
         self._path = path
         self._slide = slide
         self._downsample = chosen.downsample
