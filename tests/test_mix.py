@@ -129,6 +129,14 @@ def test_plan_of_a_cohort(capsys):
     assert "waited" not in text
 
 
+def test_a_slide_of_several_stains_is_planned_with_all_of_them(place, capsys):
+    """The first image alone was, which a network of both stains refuses."""
+    (place / "stains.csv").write_text("slide,slide:ihc\na.zarr,b.zarr\n")
+    both = {"cohort.csv": "stains.csv", "paper-unet": "multi-stain"}
+    assert main([both.get(word, word) for word in [*COMMAND, "24h", "--json", "--predict"]]) == 0
+    assert [size["slides"] for size in json.loads(capsys.readouterr().out)["sizes"]] == [1]
+
+
 @pytest.mark.parametrize(
     ("machines", "more", "said"),
     [

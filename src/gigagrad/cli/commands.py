@@ -140,7 +140,7 @@ def _plan_cohort(args: argparse.Namespace) -> None:
         deadline = parse_seconds(args.deadline)
     except ValueError as error:
         raise ConfigError(f"--deadline: {error}") from error
-    kinds, slides = read_kinds(args.machines), [row.slide for row in find_slides([args.cohort], args.split)]
+    kinds, slides = read_kinds(args.machines), find_slides([args.cohort], args.split)
     loss = None if args.predict else args.loss
     with _progress(quiet=args.json) as listener:
         study = plan_cohort(args.model, loss, slides, kinds, deadline, storage=args.storage, listeners=(listener,))

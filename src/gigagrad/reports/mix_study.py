@@ -9,12 +9,12 @@ from math import inf, isfinite, prod
 from pathlib import Path
 from typing import Any
 
+from gigagrad.cohorts import Row
 from gigagrad.config.machines import MachineKind, planned_for
 from gigagrad.devices import Machine
 from gigagrad.errors import BudgetError, ConfigError, extra
 from gigagrad.events import Listener
 from gigagrad.execution import Engine, compile
-from gigagrad.images import open_image
 from gigagrad.losses import named_loss
 from gigagrad.mix import Mix, buckets, cheapest_mix, least_deadline
 from gigagrad.models import resolve
@@ -78,7 +78,7 @@ class MixStudy:
 def plan_cohort(
     model: str,
     loss: str | None,
-    slides: Sequence[Path],
+    slides: Sequence[Row],
     kinds: tuple[MachineKind, ...],
     deadline: float,
     *,
@@ -110,9 +110,9 @@ def plan_cohort(
             engine.events.subscribe(listener)
         return engine, machine
 
-    def predict(kind: MachineKind, path: Path) -> float:
+    def predict(kind: MachineKind, row: Row) -> float:
         engine, machine = engine_on(kind)
-        with open_image(path) as slide:
+        with row.open() as slide:
             target = None if named is None else planned_target(network, named, slide.shape)
             return float(engine.plan(slide, target, machine=machine).predicted_seconds)
 
@@ -123,10 +123,10 @@ def plan_cohort(
 
 def _study(
     title: str,
-    slides: Sequence[Path],
+    slides: Sequence[Row],
     kinds: tuple[MachineKind, ...],
     deadline: float,
-    predict: Callable[[MachineKind, Path], float],
+    predict: Callable[[MachineKind, Row], float],
 ) -> MixStudy:
     """Find the mix. `predict` plans a slide on a machine and returns its seconds, or raises `BudgetError`."""
     shapes = [_shape_of(slide) for slide in slides]
@@ -143,7 +143,7 @@ def _study(
                 row.append(inf)
                 why = why or f"{each.name}: {error}"
         if not any(map(isfinite, row)):
-            raise ConfigError(f"{slides[members[0]]} fits on no machine; {why}")
+            raise ConfigError(f"{slides[members[0]].slide} fits on no machine; {why}")
         rows.append(tuple(row))
     counts, prices, most = tuple(map(len, found)), [o.price for o in kinds], [o.most for o in kinds]
     mix = cheapest_mix(counts, rows, prices, most, deadline)
@@ -162,8 +162,8 @@ def _study(
     return MixStudy(title, deadline, kinds, sizes, counts, tuple(rows), mix, tuple(alone))
 
 
-def _shape_of(slide: Path) -> tuple[int, ...]:
-    with open_image(slide) as image:
+def _shape_of(slide: Row) -> tuple[int, ...]:
+    with slide.open() as image:
         return image.shape
 
 
