@@ -137,6 +137,14 @@ def test_a_slide_of_several_stains_is_planned_with_all_of_them(place, capsys):
     assert [size["slides"] for size in json.loads(capsys.readouterr().out)["sizes"]] == [1]
 
 
+@pytest.mark.usefixtures("place")
+@pytest.mark.parametrize("what", [["--size", "640x800"], [*COMMAND[3:], "24h"]])
+def test_a_model_of_patches_is_not_planned_on_slides(what, capsys):
+    """A slide was planned as if it were one patch."""
+    assert main(["plan", "--model", "mil:encoder=timm:resnet18", *what]) == 2
+    assert "takes patches, not slides; plan one bag" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("machines", "more", "said"),
     [

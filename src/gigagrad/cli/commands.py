@@ -55,6 +55,7 @@ def plan(args: argparse.Namespace) -> None:
     from gigagrad.execution import compile
     from gigagrad.losses import named_loss
     from gigagrad.models import resolve
+    from gigagrad.models.bag_names import is_bag_name
     from gigagrad.reports.charts import check_picture, draw_plan
     from gigagrad.reports.plan_study import make_study, plan_page, scale_rows, scale_tables
     from gigagrad.scaling import Scaling
@@ -62,6 +63,9 @@ def plan(args: argparse.Namespace) -> None:
     from gigagrad.training.targets import planned_target
     from gigagrad.units import parse_bytes
 
+    if is_bag_name(args.model) and args.patches is None:
+        of = "one bag" if args.cohort is None else "one bag, without --cohort"
+        raise ConfigError(f"{args.model} takes patches, not slides; plan {of}: --patches N, each of --size")
     if args.machines is not None or args.cohort is not None:
         _plan_cohort(args)
         return
