@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +20,7 @@ from gigagrad.errors import ConfigError
 from gigagrad.events import Event, JobAdvanced, Notice
 from gigagrad.files import content_digest
 from gigagrad.losses import Loss
+from gigagrad.models import load_model
 from gigagrad.ranks import Mesh, SingleRank
 from gigagrad.training import FitConfig, fit
 from gigagrad.training.folder import Checkpoint, RunFolder
@@ -63,6 +65,20 @@ def test_a_run_that_is_being_written_is_left_alone_until_its_process_is_gone(tmp
     holder.communicate()
     assert fit(config).steps == 2
     assert not [path for path in run.path.iterdir() if path.name.startswith(".")]
+
+
+def test_a_run_that_is_killed_and_then_ends_earlier_has_the_weights_that_it_tells(tmp_path, monkeypatch):
+    """Those of a later epoch, of which its checkpoint did not know, were tested as if they were of the best one."""
+    config = FitConfig(slides=str(write_cohort(tmp_path, [(176, 176)])), out=str(tmp_path / "run"), epochs=1)
+    fit(config)
+    with monkeypatch.context() as killed:  # at once, as by SIGKILL: nothing is saved at the end
+        killed.setattr("gigagrad.training.loop._Run._save_interrupted", lambda _: None)
+        begun(replace(config, epochs=4), 3)
+    result = fit(replace(config, epochs=1))
+    whole = fit(replace(config, epochs=result.epochs, out=str(tmp_path / "whole")))
+    assert result.best_epoch == whole.best_epoch
+    best, expected = (load_model(each.best)[1].state_dict() for each in (result, whole))
+    assert all(torch.equal(best[name], expected[name]) for name in expected)
 
 
 def test_what_cannot_be_begun_leaves_no_folder_of_its_own(tmp_path):

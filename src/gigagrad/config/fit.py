@@ -80,7 +80,8 @@ class FitConfig(Settings):
             slide; then `overlap` and `tissue` are theirs.
         features: a folder for the features of patches, which are computed once where the encoder is frozen and patches
             are not varied; runs may share it; none given: in the run's folder.
-        checkpoint_seconds: a checkpoint follows the first step that ends this long after the last one; 0 = every step.
+        checkpoint_seconds: a checkpoint follows the first step that ends this long after the last one, and each epoch
+            whose weights are the best so far; 0 = every step.
         trackers: programs that get the settings and the numbers of a run: `mlflow`, `tensorboard`, `trackio`, `wandb`.
         mesh: `DxT`: the slides of a step are divided among D groups of T ranks, the tiles of a slide to the ranks of a
             group; none given: one group of all that were started.

@@ -421,6 +421,8 @@ class _Run:
         best_epoch = epoch if best else best_epoch
         self.progress = replace(self.progress, epoch=epoch, index=0, best_loss=best_loss, best_epoch=best_epoch)
         self._note_state()
+        if best:  # a run that goes on for fewer epochs than it had is to have weights that its checkpoint knows
+            self._save()
 
     def _is_time_to_save(self) -> bool:
         """Return whether a checkpoint is due, by the first rank's clock where all save."""
