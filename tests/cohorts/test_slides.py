@@ -5,6 +5,7 @@ import pytest
 from gigagrad.cohorts import Row, find_slides
 from gigagrad.cohorts.rows import masks_beside
 from gigagrad.errors import ConfigError
+from gigagrad.files import content_digest
 
 
 @pytest.fixture
@@ -131,3 +132,29 @@ def test_two_formats_of_one_slide_are_not_written_into_each_other(tmp_path):
         (tmp_path / name).touch()
     with pytest.raises(ConfigError, match="would both be written as"):
         find_slides([tmp_path])
+
+
+@pytest.mark.parametrize(
+    ("slide", "beside", "others"),
+    [
+        ("a.mrxs", ["a/Slidedat.ini", "a/Data0000.dat"], ["ab/Data0000.dat", "b.mrxs"]),
+        ("a.vms", ["a(1,0).jpg", "a.opt"], ["b.jpg"]),
+        ("dicom/0.dcm", ["dicom/1.dcm"], ["dicom/notes.txt"]),
+        ("a.svs", [], ["a.xml"]),
+    ],
+)
+def test_a_slide_is_known_by_all_of_its_files(tmp_path, slide, beside, others):
+    for name in (slide, *beside, *others):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("before")
+    row = Row(tmp_path / slide)
+
+    def digests():
+        assert row.slides == row.files
+        return [content_digest(path) for path in row.slides]
+
+    known = digests()
+    for name in (slide, *beside, *others):
+        (tmp_path / name).write_text("behind")
+        assert (digests() != known) == (name not in others)
+        known = digests()

@@ -10,6 +10,7 @@ import time
 
 import h5py
 import numpy as np
+import pydicom
 import pytest
 import tifffile
 import torch
@@ -20,6 +21,7 @@ from gigagrad.errors import ConfigError, ImageError, ModelError, WriteError
 from gigagrad.events import Event, JobAdvanced, Notice
 from gigagrad.models import resolve_encoder
 from gigagrad.prediction import EmbedConfig, embed, open_features
+from tests.images.dicom import write_dicom
 
 ENCODER = "tests.prediction.counting:Counting"
 HERE = "20x_64px_0px_overlap/features_Counting"
@@ -322,3 +324,17 @@ def test_the_command_says_where_features_are(tmp_path, slides, capsys, monkeypat
     assert "b" in line
     assert main([*command[:-1], "-1"]) == 2
     assert "patch_size must be at least 1" in capsys.readouterr().err
+
+
+def test_another_instance_of_a_slide_that_was_replaced_is_noticed(tmp_path):
+    """The slide was known by the instance that named it alone."""
+    pixels = np.random.default_rng(0).integers(0, 256, (256, 256, 3), np.uint8)
+    first, other = (write_dicom(tmp_path / name, shown) for name, shown in (("a", pixels), ("b", 255 - pixels)))
+    given = {"slides": [first / "1.dcm"], "encoder": ENCODER, "out": tmp_path / "out", "patch_size": 64}
+    embed(**given, tissue="all")
+    features = open_features(tmp_path / "out" / HERE / "1.h5").features.copy()
+    instance = pydicom.dcmread(other / "0.dcm")
+    instance.SeriesInstanceUID = pydicom.dcmread(first / "1.dcm").SeriesInstanceUID
+    instance.save_as(first / "0.dcm")
+    embed(**given, tissue="all")
+    assert not np.array_equal(open_features(tmp_path / "out" / HERE / "1.h5").features, features)

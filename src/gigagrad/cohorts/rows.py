@@ -44,6 +44,7 @@ from gigagrad.errors import ConfigError
 from gigagrad.events import SlideBegun
 from gigagrad.images import Image, open_image
 from gigagrad.images.layout import plain_stem
+from gigagrad.images.opening import files_of
 
 Split = Literal["train", "val", "test"]
 SPLITS: tuple[Split, ...] = get_args(Split)
@@ -132,12 +133,16 @@ class Row:
     @property
     def slides(self) -> tuple[Path, ...]:
         """Return the files of all images of the slide, of a case that is one bag those of all its slides."""
-        return tuple(path for part in self.members for path in (part.slide, *part.further_slides))
+        return tuple(path for part in self.members for path in part._images)
 
     @property
     def files(self) -> tuple[Path, ...]:
         """Return the slide's files and its masks."""
-        return tuple(path for part in self.members for path in (part.slide, *part.further_slides, *part.masks))
+        return tuple(path for part in self.members for path in (*part._images, *part.masks))
+
+    @property
+    def _images(self) -> tuple[Path, ...]:
+        return tuple(path for slide in (self.slide, *self.further_slides) for path in files_of(slide))
 
     def begun(self, image: Image | None = None, transform: int = 0) -> SlideBegun:
         """Tell that its tiles come next; `image` is the slide as `open` opens it, None of a bag."""

@@ -164,6 +164,20 @@ def dicom_instances(folder: Path) -> list[Path]:
     return sorted(path for path in folder.iterdir() if path.suffix.lower() == ".dcm")
 
 
+def files_of(path: Path) -> tuple[Path, ...]:
+    """List the files and folders in which a slide lies: the one that it is named by, and what OpenSlide reads beside
+    that of MIRAX, of Hamamatsu's VMS and VMU, and of DICOM.
+    """
+    suffix, beside = path.suffix.lower(), list[Path]()
+    if suffix == ".mrxs":
+        beside = [path.with_suffix("")]
+    elif suffix in (".vms", ".vmu") and path.is_file():
+        beside = sorted(other for other in path.parent.iterdir() if other.name.startswith(path.stem))
+    elif suffix == ".dcm" and path.is_file():
+        beside = dicom_instances(path.parent)
+    return path, *(other for other in beside if other != path and other.exists())
+
+
 def _of_other_series(instances: Sequence[Path], series: str) -> Path | None:
     """Return an instance of another slide than that of the `series`; None where nothing says that there is one."""
     for instance in instances:
