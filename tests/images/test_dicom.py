@@ -5,7 +5,10 @@ from __future__ import annotations
 from shutil import copyfile
 
 import numpy as np
+import pydicom
 import pytest
+from pydicom.dataset import Dataset
+from pydicom.encaps import encapsulate, generate_frames
 
 from gigagrad.boxes import Box
 from gigagrad.cohorts import find_slides
@@ -51,6 +54,21 @@ def test_a_folder_of_two_slides_is_refused(folder, tmp_path):
         path.write_bytes(path.read_bytes().replace(b"10008.5.1.4.1.1.77.1.6", b"10008.5.1.4.1.1.66.4\0\0"))
     with open_image(both) as slide:
         assert slide.shape == (3, 400, 600)
+
+
+def test_several_optical_paths_are_refused(tmp_path):
+    """The first one was read, and the others were left out."""
+    path = write_dicom(tmp_path / "two", PIXELS[:200], levels=1) / "0.dcm"
+    instance = pydicom.dcmread(path)
+    frames = list(generate_frames(instance.PixelData, number_of_frames=instance.NumberOfFrames))
+    second = Dataset()
+    second.OpticalPathIdentifier = "2"
+    instance.OpticalPathSequence.append(second)
+    instance.NumberOfOpticalPaths, instance.NumberOfFrames = 2, 2 * len(frames)
+    instance.PixelData = encapsulate(frames + frames[::-1])
+    instance.save_as(path)
+    with pytest.raises(ImageError, match=r"0\.dcm holds 2 optical paths, of which OpenSlide reads the first alone"):
+        open_image(path.parent)
 
 
 def test_other_folders_and_instances_are_named(folder, tmp_path):

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from gigagrad.boxes import Box
+from gigagrad.errors import ImageError
 from gigagrad.images.georeference import PixelSize, choose_mpp, number
 from gigagrad.images.image import Image
 from gigagrad.images.pixels import (
@@ -53,6 +54,12 @@ class OpenSlideImage(Image):
             claim = PixelSize(*(number(slide.properties.get(side, "")) for side in sides))
             power = number(slide.properties.get(openslide.PROPERTY_NAME_OBJECTIVE_POWER, ""))
             check_size((3, *chosen.shape), path.name)
+            paths = number(slide.properties.get("dicom.NumberOfOpticalPaths", ""))
+        if paths is not None and paths > 1:
+            raise ImageError(
+                f"{path} holds {paths:g} optical paths, of which OpenSlide reads the first alone; write the one that "
+                "you mean as a slide of its own"
+            )
         base = choose_mpp(mpp, path.name, [claim], power)
         super().__init__(
             shape=(3, *chosen.shape),
