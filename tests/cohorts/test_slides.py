@@ -158,3 +158,12 @@ def test_a_slide_is_known_by_all_of_its_files(tmp_path, slide, beside, others):
         (tmp_path / name).write_text("behind")
         assert (digests() != known) == (name not in others)
         known = digests()
+
+
+def test_slides_beside_instances_of_dicom_are_not_left_out(tmp_path):
+    for name in ("0.dcm", "thumbnail.jpg", "mask.tif"):
+        (tmp_path / name).write_text("")
+    assert [row.slide for row in find_slides([tmp_path])] == [tmp_path]
+    (tmp_path / "b.svs").write_text("")
+    with pytest.raises(ConfigError, match=r"holds instances of DICOM, which are one slide, and b\.svs; move"):
+        find_slides([tmp_path])

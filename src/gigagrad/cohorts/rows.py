@@ -53,6 +53,7 @@ SLIDE_SUFFIXES: Final = (
     *(".svslide", ".tif", ".tiff", ".vms", ".vmu", ".zarr"),
 )
 """Suffixes of slides in a folder; a file that is named itself may have any."""
+_PICTURES: Final = ".jpeg", ".jpg", ".png"
 _ALIASES: Final[dict[str, tuple[str, ...]]] = {
     "slide": ("slide_path", "wsi", "wsi_path", "image", "image_path", "filename", "file", "path", "slide_id"),
     "mask": ("mask_path", "annotation", "annotations", "annotation_path"),
@@ -164,6 +165,16 @@ def slides_in(folder: Path) -> list[Path]:
     """List the slide files of a folder, in alphabetical order; hidden ones are left out, and masks of others."""
     masks = {path for paths in masks_beside(folder).values() for path in paths}
     return [path for path in _images_in(folder) if path not in masks]
+
+
+def is_picture(path: Path) -> bool:
+    """Return whether a file is a PNG or JPEG by its name, as thumbnails are."""
+    return path.suffix.lower() in _PICTURES
+
+
+def is_called_mask(path: Path) -> bool:
+    """Return whether a file has the name of a mask."""
+    return _MASK_NAME.fullmatch(plain_stem(path.stem)) is not None
 
 
 def masks_beside(folder: Path) -> dict[Path, list[Path]]:

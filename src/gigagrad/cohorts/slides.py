@@ -15,6 +15,8 @@ from gigagrad.cohorts.rows import (
     SLIDE_SUFFIXES,
     Row,
     folded,
+    is_called_mask,
+    is_picture,
     is_table,
     read_rows,
     slides_in,
@@ -96,13 +98,26 @@ def _of_source(source: Path, split: str | None, fold: int | None) -> Iterator[Ro
                 )
             raise ConfigError(f"{source} has no rows with split '{split}'; {remedy}")
         yield from rows
-    elif source.is_dir() and source.suffix.lower() != ".zarr" and not dicom_instances(source):
+    elif source.is_dir() and source.suffix.lower() != ".zarr" and not _is_dicom(source):
         slides = slides_in(source)
         if not slides:
             raise ConfigError(f"{source} holds no slides; expected files ending in {', '.join(SLIDE_SUFFIXES)}")
         yield from map(Row, slides)
     else:
         yield Row(source)
+
+
+def _is_dicom(folder: Path) -> bool:
+    """Return whether a folder is a slide of DICOM. Raises `ConfigError` for one with other slides in it."""
+    if not dicom_instances(folder):
+        return False
+    beside = [path for path in slides_in(folder) if not (is_picture(path) or is_called_mask(path))]
+    if beside:
+        raise ConfigError(
+            f"{folder} holds instances of DICOM, which are one slide, and {beside[0].name}; move the instances into a "
+            "folder of their own, and name both"
+        )
+    return True
 
 
 _Made = TypeVar("_Made")
