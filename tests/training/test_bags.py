@@ -160,6 +160,27 @@ def test_corners_that_change_are_told_where_a_run_goes_on(cohort, tmp_path) -> N
         fit(config(path, epochs=2, coords="coords"))
 
 
+def test_the_folder_of_a_run_with_given_corners_asks_for_those_of_other_slides(cohort, tmp_path) -> None:
+    """Without them it took patches of its own on tissue, which are others than the run's."""
+    path = cohort("label", LABELS)
+    (tmp_path / "coords").mkdir()
+    for number in range(6):
+        (tmp_path / "coords" / f"s{number}.csv").write_text("x,y\n0,0\n16,0\n0,16\n")
+    fit(config(path, epochs=1, coords="coords"))
+    given = {"slides": ["s5.tif"], "trust": TRUST}
+    found = [
+        gg.predict(run, out=tmp_path / name, **settings, **given)[0]
+        for name, run, settings in (
+            ("run-s", "run", {}),
+            ("model-s", "run/model", {"coords": "coords"}),
+            ("model-tissue", "run/model", {"tissue": "auto"}),
+        )
+    ]
+    assert found[0].scores == found[1].scores != found[2].scores
+    with pytest.raises(ConfigError, match=r"run/model was trained on patches whose corners were given; give --coords"):
+        gg.predict("run/model", out=tmp_path / "out", **given)
+
+
 @pytest.mark.parametrize(
     ("changes", "error", "told"),
     [

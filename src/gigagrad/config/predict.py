@@ -163,9 +163,13 @@ class PredictConfig(Settings):
         ]
         overlap, tissue, least = found
         # Who says where there is tissue wants no corners of the training slides'.
-        coords = self.coords or (
-            None if any(each is not None for each in chosen) else self._of_run("coords", None, str)
-        )
+        none_chosen = all(each is None for each in chosen)
+        coords = self.coords or (self._of_run("coords", None, str) if none_chosen else None)
+        if coords is None and none_chosen and self._of_run("corners_given", False):
+            raise ConfigError(
+                f"{self.run} was trained on patches whose corners were given; give --coords of these slides, or say "
+                "--tissue auto"
+            )
         return Patches(size, mpp, overlap, tissue, least, None if coords is None else Path(coords))
 
     @property

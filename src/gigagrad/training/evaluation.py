@@ -269,6 +269,8 @@ def write_model(model: nn.Module, config: FitConfig, cohort: Cohort, result: Fit
     if config.patches is not None:
         names = "patch_size", "patch_mpp", "overlap", "tissue", "least_tissue"
         settings |= {name: getattr(config, name) for name in names}
+        if config.coords is not None:  # which are of its own slides
+            settings["corners_given"] = True
     card = model_card(model, config, cohort, result, mpp)
     save_folder(RunFolder(result.out).model, config.model, model, settings, card)
 
