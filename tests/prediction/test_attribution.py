@@ -158,6 +158,23 @@ def test_a_slide_of_another_resolution_has_a_map_of_that(run: Path, slide: Path)
             assert heat.mpp == pytest.approx(8 * mpp)
 
 
+def test_a_picture_is_never_that_of_a_map_before(run: Path, slide: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a run ended between both files, the picture of another class or slide stayed beside the new map."""
+    made(run, slide, of="bright")
+    picture = run.parent / "maps" / "a slide.png"
+    before = picture.read_bytes()
+
+    def ended(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as killed:
+        killed.setattr("gigagrad.prediction.attribution.write_overlay", ended)
+        with pytest.raises(KeyboardInterrupt):
+            made(run, slide, of="dark", overwrite=True)
+    made(run, slide, of="dark")
+    assert picture.read_bytes() != before
+
+
 def test_what_is_there_is_left_alone_and_what_failed_is_told(run: Path, slide: Path, capsys: Any) -> None:
     broken = slide.with_name("broken.tif")
     broken.write_bytes(b"no picture")

@@ -130,6 +130,7 @@ class _Job:
                 settings["given"] = given
             if path.exists() and not self._overwrite and _holds(path, settings) and picture.exists():
                 return picture, "done before"
+            picture.unlink(missing_ok=True)  # of another map; whoever ends in between leaves none beside the new one
             title = self._write(path, slide, _MADE + json.dumps(settings))
             with open_image(path) as heat:
                 write_overlay(picture, draw_heat(slide, heat, title))
