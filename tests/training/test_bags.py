@@ -6,6 +6,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -167,15 +168,13 @@ def test_the_folder_of_a_run_with_given_corners_asks_for_those_of_other_slides(c
     for number in range(6):
         (tmp_path / "coords" / f"s{number}.csv").write_text("x,y\n0,0\n16,0\n0,16\n")
     fit(config(path, epochs=1, coords="coords"))
-    given = {"slides": ["s5.tif"], "trust": TRUST}
-    found = [
-        gg.predict(run, out=tmp_path / name, **settings, **given)[0]
-        for name, run, settings in (
-            ("run-s", "run", {}),
-            ("model-s", "run/model", {"coords": "coords"}),
-            ("model-tissue", "run/model", {"tissue": "auto"}),
-        )
+    given: dict[str, Any] = {"slides": ["s5.tif"], "trust": TRUST}
+    ways: list[tuple[str, str, dict[str, Any]]] = [
+        ("run-s", "run", {}),
+        ("model-s", "run/model", {"coords": "coords"}),
+        ("model-tissue", "run/model", {"tissue": "auto"}),
     ]
+    found = [gg.predict(run, out=tmp_path / name, **settings, **given)[0] for name, run, settings in ways]
     assert found[0].scores == found[1].scores != found[2].scores
     with pytest.raises(ConfigError, match=r"run/model was trained on patches whose corners were given; give --coords"):
         gg.predict("run/model", out=tmp_path / "out", **given)

@@ -77,7 +77,7 @@ class OpenSlideImage(Image):
             decode_seconds=math.prod(chosen.shape) / _PX_PER_SECOND,
         )
         self.series: str = slide.properties.get("dicom.SeriesInstanceUID", "")
-        """What instances of DICOM are one slide by; "" of other formats."""
+        """The series whose instances of DICOM are one slide; "" of other formats."""
         self._path = path
         self._slide = slide
         self._downsample = chosen.downsample

@@ -44,7 +44,7 @@ _MADE: Final = "gigagrad attribution: "
 _GIVEN: Final = "classes", "grey", "bands", "threshold"
 """Settings by which a map is another one than the run's own."""
 _OF_SLIDES: Final = "content", "mpp"
-"""What is written down of a slide that may change: the map is then made anew."""
+"""Facts of a slide that may change, after which its map is made anew."""
 _USUAL: Final = {field.name: field.default for field in dataclasses.fields(PredictConfig)}
 
 
