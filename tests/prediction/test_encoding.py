@@ -181,6 +181,16 @@ def test_batches_become_smaller_before_fewer_are_computed_side_by_side(bag):
     assert Encoder(net, memory=refused.value.smallest_bytes, device=FakeCpu()).batches(bag).size == 1
 
 
+def test_the_digest_follows_from_functions_that_are_settings():
+    """As the activation of PyTorch's own transformer, by which other features were taken for these."""
+    digests = []
+    for activation in (torch.tanh, torch.sin, torch.nn.functional.silu, torch.nn.functional.mish):
+        torch.manual_seed(0)
+        layer = nn.TransformerEncoderLayer(8, 2, 8, activation=activation)
+        digests.append(Encoder(layer).digest)
+    assert len(set(digests)) == len(digests)
+
+
 def test_the_digest_follows_from_weights_and_settings(net):
     digest = Encoder(net).digest
     torch.manual_seed(0)

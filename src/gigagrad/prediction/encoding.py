@@ -19,7 +19,7 @@ from functools import cache, cached_property
 from itertools import chain
 from math import prod
 from pathlib import Path
-from types import SimpleNamespace
+from types import BuiltinFunctionType, FunctionType, SimpleNamespace
 from typing import Any, Final
 
 import numpy as np
@@ -96,13 +96,15 @@ class Encoder:
 
     @cached_property
     def digest(self) -> str:
-        """Digest what features follow from beside the patches: weights, buffers, and the plain settings of modules, as
-        they are when it is first asked for.
+        """Digest what features follow from beside the patches: weights, buffers, and the plain settings and functions
+        of modules, as they are when it is first asked for.
         """
         digest = hashlib.sha256(repr(self.precision).encode())
         for name, module in self.network.named_modules():
             kind = type(module)
-            settings = sorted((key, repr(value)) for key, value in vars(module).items() if _is_plain(value))
+            settings = sorted(
+                (key, text) for key, value in vars(module).items() if (text := _text_of(value)) is not None
+            )
             digest.update(repr((name, kind.__module__, kind.__qualname__, settings)).encode())
         for name, tensor in _tensors(self.network):
             digest.update(repr((name, str(tensor.dtype), tuple(tensor.shape))).encode())
@@ -249,6 +251,13 @@ def _tensors(network: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 def _like(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
+
+
+def _text_of(value: object) -> str | None:
+    """Write a setting of a module, a function by its name, as it is in every process; None where that is not known."""
+    if isinstance(value, FunctionType | BuiltinFunctionType):
+        return f"{value.__module__}.{value.__qualname__}"
+    return repr(value) if _is_plain(value) else None
 
 
 def _is_plain(value: object) -> bool:
