@@ -16,6 +16,8 @@ Literal = int | float | bool | str | None | tuple["Literal", ...]
 def parse_named(text: str) -> tuple[str, dict[str, Literal]]:
     """Split `text` into name and settings. Raises `ConfigError` for a setting that is none, or is given twice."""
     name, _, query = text.partition("?")
+    if "&" in name and "=" in name:
+        raise ConfigError(f"cannot read {text!r}; settings begin with a question mark: {name.replace('&', '?', 1)}")
     return name, parse_settings(query, text)
 
 
