@@ -227,6 +227,14 @@ def test_a_full_disk_names_the_bytes_where_they_are_known(tmp_path):
     assert "Permission denied" in str(write_error(tmp_path / "a.tif", OSError(errno.EACCES, "Permission denied"), 99))
 
 
+def test_a_folder_in_the_place_of_a_file_is_a_write_error(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for path in (tmp_path, Path()):
+        with pytest.raises(WriteError, match="it is a folder; name a file in it"), replacing(path) as file:
+            file.write(b"text")
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_destination_is_refused_early(tmp_path):
     path = tmp_path / "a.tif"
     check_destination(path, overwrite=False, expected_bytes=1)

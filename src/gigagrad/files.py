@@ -109,9 +109,11 @@ def replacing(path: Path, needed_bytes: Callable[[], int] | None = None) -> Iter
     The folder is made if it is missing. `needed_bytes` tells a message about a full disk how much the whole job would
     have taken. What a killed process left behind goes when the next file is written in the same folder.
 
-    Raises `WriteError` for every `OSError` of the block (the disk is full, the folder cannot be written) and if
-    another process began to write the same file in the meantime.
+    Raises `WriteError` for every `OSError` of the block (the disk is full, the folder cannot be written), where `path`
+    is a folder, and if another process began to write the same file in the meantime.
     """
+    if path.is_dir():  # such as '.', which has no name to put another one beside
+        raise WriteError(f"cannot write {path}: it is a folder; name a file in it")
     partial = path.with_name(f".{path.name}{_PARTIAL}")
     file: IO[bytes] | None = None
     try:

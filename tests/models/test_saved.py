@@ -32,6 +32,16 @@ def test_a_missing_or_damaged_or_foreign_file_is_one_clear_line(tmp_path):
         assert "\n" not in str(caught.value)
 
 
+def test_a_folder_of_runs_or_a_file_beside_the_weights_is_told_which_run_to_name(tmp_path):
+    (tmp_path / "runs" / "first").mkdir(parents=True)
+    (tmp_path / "runs" / "first" / "config.yaml").write_text("epochs: 1")
+    save_model(tmp_path / "runs" / "first" / "best.pt", "paper-unet", resolve("paper-unet"))
+    with pytest.raises(ModelError, match=r"runs holds runs and is none itself; name one of them, such as .*first$"):
+        load_model(tmp_path / "runs")
+    with pytest.raises(ModelError, match=r"config\.yaml is no model; name the run's folder, .*first$"):
+        load_model(tmp_path / "runs" / "first" / "config.yaml")
+
+
 def test_code_in_a_file_is_not_run(tmp_path):
     class Trap:
         def __reduce__(self):

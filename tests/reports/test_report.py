@@ -450,6 +450,13 @@ def test_a_step_of_another_size_is_not_compared(run, tmp_path):
 def test_wrong_folders(run, tmp_path):
     with pytest.raises(ConfigError, match="no run folder"):
         write_report(tmp_path / "nothing", tmp_path / "report.html")
+    with pytest.raises(ConfigError, match="no folder of predictions"):
+        write_report(run, tmp_path / "report.html", predictions_dir=tmp_path / "nothing")
+    with pytest.raises(ConfigError, match=r"holds runs and is none itself; .* such as .*first"):
+        write_report(run.parent, tmp_path / "report.html")
+    with pytest.raises(ConfigError, match="print it as PDF"):
+        write_report(run, tmp_path / "report.pdf")
+    assert f"{run} holds no predictions." in gather(run, run)["notes"]
     (tmp_path / "file").touch()
     with pytest.raises(WriteError, match=r"report\.html"):
         write_report(run, tmp_path / "file" / "report.html")

@@ -69,6 +69,11 @@ def model_file(path: Path) -> Path:
     return path / ONNX if (path / ONNX).is_file() else path / SAFETENSORS
 
 
+def run_inside(folder: Path) -> Path | None:
+    """Return the first run that lies in `folder`, None where there is none."""
+    return next(iter(sorted(found.parent for found in folder.glob("*/config.yaml"))), None)
+
+
 def load_model(path: str | Path, trust: Collection[str] = ()) -> tuple[str, nn.Module]:
     """The spec and the model in a file of `save_model` or a folder of `save_folder`, or the best one in a run's folder,
     on the CPU, in eval mode.
@@ -95,6 +100,8 @@ def load_weights(path: str | Path, model: nn.Module) -> nn.Module:
 def _read(path: str | Path) -> tuple[str, Any]:
     path = Path(path)
     file = model_file(path)
+    if file.name == BEST and not file.exists() and (run := run_inside(file.parent)) is not None:
+        raise ModelError(f"{file.parent} holds runs and is none itself; name one of them, such as {run}")
     if file.suffix == Path(ONNX).suffix:
         raise ModelError(f"{path} is an exported network, which 'predict' runs alone; name the run it was made of")
     try:
@@ -103,6 +110,8 @@ def _read(path: str | Path) -> tuple[str, Any]:
         else:
             payload = read_tensors(file, _KIND)
     except ValueError as error:
+        if (path.parent / BEST).is_file() and path.suffix not in (".pt", ".pth", ".safetensors"):
+            raise ModelError(f"{path} is no model; name the run's folder, {path.parent}") from error
         raise ModelError(f"cannot load the model: {error}; train it again or name another file") from error
     spec = payload.get("spec")
     if not isinstance(spec, str) or not spec.isprintable() or "state_dict" not in payload:

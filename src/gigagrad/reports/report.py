@@ -25,7 +25,7 @@ from gigagrad.config.fit import FitConfig
 from gigagrad.errors import ConfigError
 from gigagrad.events import StepMeasured
 from gigagrad.files import digest_of, write_text
-from gigagrad.models.saved import SAFETENSORS
+from gigagrad.models.saved import SAFETENSORS, run_inside
 from gigagrad.plans import Plan
 from gigagrad.plans.description import Table, describe
 from gigagrad.prediction.scores import mean_sd
@@ -150,6 +150,8 @@ def _records(folder: Path) -> tuple[tuple[SlideResult, ...], list[str]]:
     """Read what `predict` wrote of each slide, or say why that cannot be read."""
     try:
         found = tuple(read_records(folder).values())
+        if not found:
+            return (), [f"{folder} holds no predictions."]
         for each in found:
             numbers = each.dice or 0.0, each.seconds, each.height, each.width, each.regions, each.patches
             if not (
@@ -192,10 +194,12 @@ def write_report(
         step: the numbers of one large step, as the gigapixel benchmark prints them: `pixels`, `seconds_per_step`,
             `peak_rss_bytes`, `budget_bytes`, `predicted_peak_bytes`, `loss`, and `height` and `width` if known.
 
-    Raises `ConfigError` if there is no such run folder, or where the page is not built, and `WriteError` if the file
-    cannot be written.
+    Raises `ConfigError` if there is no such run folder or folder of predictions, where the page is not built, or for
+    the name of a PDF, and `WriteError` if the file cannot be written.
     """
     page, out_path = read_page(), Path(out_path)
+    if out_path.suffix.lower() == ".pdf":
+        raise ConfigError(f"cannot write {out_path}: a report is HTML; name it so, open it, and print it as PDF")
     write_text(out_path, embedded(page, gather(run_dir, predictions_dir, step)))
     return out_path
 
@@ -233,13 +237,17 @@ def gather(
 ) -> dict[str, Any]:
     """Return everything that a report shows as plain types for JSON, all numbers finite (see `write_report`).
 
-    Raises `ConfigError` if there is no such run folder.
+    Raises `ConfigError` if there is no such run folder or folder of predictions, or where runs lie in the former.
     """
     run_dir, folder = Path(run_dir), None if predictions_dir is None else Path(predictions_dir)
     if not run_dir.is_dir():
         raise ConfigError(f"there is no run folder {run_dir}; name the folder that a training run wrote")
-    predictions, problems = _records(folder) if folder is not None else ((), [])
     files = RunFolder(run_dir)
+    if files.leftover() is None and (inside := run_inside(run_dir)) is not None:
+        raise ConfigError(f"{run_dir} holds runs and is none itself; name one of them, such as {inside}")
+    if folder is not None and not folder.is_dir():
+        raise ConfigError(f"there is no folder of predictions {folder}; name the --out of 'gigagrad predict'")
+    predictions, problems = _records(folder) if folder is not None else ((), [])
     run = read_run(files, predictions)
     slides, more, lost = slides_of(run_dir, folder, predictions) if folder is not None else ([], 0, [])
     dice = {name: value for name, value in _dice(run).items() if math.isfinite(value)}
