@@ -101,10 +101,12 @@ def test_metrics_and_notices(plain):
     plain(MetricsLogged("val", 1, 8, {"loss": 0.123456, "dice": 0.9}))
     plain(Notice("wrote [bold]out.tif[/bold]"))
     plain(Notice("no mpp", warning=True))
+    plain(Notice("a " * 200))
     assert lines(plain) == [
         "val, epoch 1: loss 0.12346, dice 0.9",
         "wrote [bold]out.tif[/bold]",
         "warning: no mpp",
+        f"{'a ' * 200}",  # in one line, so that a log can be searched
     ]
 
 

@@ -112,7 +112,8 @@ class Terminal:
                 numbers = ", ".join(f"{name} {value:.5g}" for name, value in values.items())
                 self._line(f"{split}, epoch {epoch}: {numbers}")
             case Notice(text, warning):
-                self.console.print(Text(f"warning: {text}" if warning else text, style="yellow" if warning else ""))
+                told = Text(f"warning: {text}" if warning else text, style="yellow" if warning else "")
+                self.console.print(told, soft_wrap=True)
 
     def _begin(self, job: str, total: int, detail: str) -> None:
         self._end(job)

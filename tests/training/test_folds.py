@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import io
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from gigagrad.cli import main
 from gigagrad.errors import ConfigError
 from gigagrad.prediction.cohort_scores import evaluate_model
+from gigagrad.reports.tables import Shown, folds_table
 from gigagrad.training import FitConfig, cross_validate, fit
+from gigagrad.training.folds import FoldResult
 
 
 @pytest.fixture
@@ -43,6 +48,15 @@ def test_each_fold_is_validated_by_a_run_of_the_others(config, tmp_path, capsys)
     shown = capsys.readouterr().out
     assert "finished; --overwrite starts it anew" in " ".join(shown.split())
     assert f"{second.scores['dice']:.4f}" in shown
+
+
+def test_scores_of_folds_stand_in_one_line_each_where_windows_are_narrow():
+    scores = dict.fromkeys(("accuracy", "balanced_accuracy", "auc", "brier", "ece"), 0.5)
+    folds = [FoldResult(fold, Path(), 2, 1, scores) for fold in range(2)]
+    console = Console(file=io.StringIO(), width=80)
+    console.print(Shown(folds_table(folds)))
+    last = console.file.getvalue().splitlines()[-4:]
+    assert [line.split() for line in last[2:]] == [["mean", *["0.5000"] * 5], ["sd", *["0.0000"] * 5]]
 
 
 @pytest.mark.parametrize(("fold", "header", "words"), [(1, "fold", "one fold is named, 1"), (None, "part", "no folds")])

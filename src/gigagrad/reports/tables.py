@@ -16,7 +16,7 @@ from rich.text import Text
 
 from gigagrad.plans.description import COSTLY, GOOD, OWN, Table
 from gigagrad.prediction import Evaluation, SlideEvaluation
-from gigagrad.prediction.scores import spread
+from gigagrad.prediction.scores import mean_sd, spread
 from gigagrad.prediction.slide_scores import RESAMPLES
 from gigagrad.units import format_pixels
 
@@ -162,15 +162,17 @@ def _number(value: Any) -> str:
 
 
 def folds_table(folds: Sequence[FoldResult]) -> Table:
-    """Tabulate one row per fold; below them the mean and the sample standard deviation over folds."""
+    """Tabulate one row per fold; below them a row of means and one of sample standard deviations over folds."""
     names = list(folds[0].scores)
     headings = ({"dice": "Dice", "iou": "IoU"}.get(name, _MEASURES.get(name, name)) for name in names)
     rows = [
         (str(fold.fold), str(fold.slides), str(fold.best_epoch), *(f"{score:.4f}" for score in fold.scores.values()))
         for fold in folds
     ]
-    means = (spread(fold.scores[name] for fold in folds) for name in names)
-    return _with_mean("Folds", ("fold", "slides", "best epoch", *headings), rows, ("", "", *means))
+    over = [mean_sd(fold.scores[name] for fold in folds) for name in names]
+    rows += [(what, "", "", *(f"{each[i]:.4f}" for each in over)) for i, what in enumerate(("mean", "sd"))]
+    tones = (*("" for _ in folds), OWN, OWN)
+    return Table("Folds", ("fold", "slides", "best epoch", *headings), tuple(rows), tones=tones)
 
 
 def rates_table(calibration: Calibration) -> Table:
