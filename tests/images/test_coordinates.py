@@ -99,6 +99,8 @@ def test_files_that_say_nothing_of_patches_are_taken_as_they_are(slide, write):
 
 @pytest.mark.parametrize(("text", "first"), [
     ("x,y\n3,5\n7,9\n", [3, 5]),
+    ("\ufeffX;Y\r\n3;5\r\n7;9\r\n", [3, 5]),
+    ("x\ty\n3\t5\n7\t9\n", [3, 5]),
     ("\ufeffslide, Y ,X,score\na,5,3,0.1\n\nb,9,7.0,\n", [3, 5]),
 ])  # fmt: skip
 def test_tables_are_read(text, first, slide, tmp_path):

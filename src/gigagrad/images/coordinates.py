@@ -11,7 +11,7 @@ CLAM (`mahmoodlab/CLAM`, `wsi_core/WholeSlideImage.py`: `process_contour`; `data
 read), `patch_level`, `downsample` (of that level), `downsampled_level_dim`, `level_dim` (width, height of the level),
 `name` and `save_path`. Forks of it add `custom_downsample`: patches are made smaller by that after they are read.
 
-A CSV has the columns `x` and `y`, in level 0; others are left aside.
+A CSV (commas, semicolons or tabs) has the columns `x` and `y`, in level 0; others are left aside.
 
 Files come from strangers: what they declare is checked before it is read, and nothing leads to other files.
 """
@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import csv
 import io
+import itertools
 import math
 from dataclasses import dataclass
 from pathlib import Path
@@ -123,7 +124,9 @@ def _read_csv(path: Path) -> Coordinates:
         )
     try:
         with path.open(newline="", encoding="utf-8-sig") as file:
-            table = csv.reader(file)
+            first = file.readline()
+            delimiter = max(",;\t", key=first.count)
+            table = csv.reader(itertools.chain([first], file), delimiter=delimiter)
             header = [name.strip().lower() for name in next(table, [])]
             if header.count("x") != 1 or header.count("y") != 1:
                 raise ImageError(
