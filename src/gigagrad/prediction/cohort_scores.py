@@ -368,6 +368,9 @@ def _evaluate(
     if without and len(without) < len(entries):
         raise ConfigError(f"{slides} has labels, but none of {without[0].name} (or a mask); give every slide a label")
     source = make_source(not without)
+    if not source.labelled and (bare := sum(not row.masks for row in entries)):
+        text = f"{bare} of {len(entries)} slides name no mask: they are compared with the tissue that the recipe finds"
+        events.emit(Notice(text, warning=True))
     kind = _Kind(source.counts, Confusion.to_dict, Confusion.from_dict, lambda found: f"Dice {found.dice:.4f}")
     if source.labelled:
         check_cases(Path(slides), [part for entry in entries for part in entry.members])
