@@ -79,7 +79,7 @@ def test_bad_csv_files_get_one_clear_line(folder, text, message):
 def test_bytes_are_no_csv(folder):
     table = folder / "cohort.csv"
     table.write_bytes(b"slide\n\xff\xfe\n")
-    with pytest.raises(ConfigError, match="it is not UTF-8 text"):
+    with pytest.raises(ConfigError, match="it is not UTF-8 text; save the table as 'CSV UTF-8'"):
         find_slides([table])
 
 

@@ -217,7 +217,8 @@ def _fit(args: argparse.Namespace, *, quiet: bool) -> None:
         more = "".join(f", {what} {value:.4f}" for what, value in told.items() if value is not None)
         plural = "s" if len(result.scores) > 1 else ""
         print(f"test {name} {spread(result.scores.values())} over {len(result.scores)} slide{plural}{more}")
-    print(f"{result.steps} steps, best epoch {result.best_epoch} of {result.epochs}; the run is in {result.out}")
+    plural, out = "s" if result.steps != 1 else "", getattr(args, "out", result.out)
+    print(f"{result.steps} step{plural}, best epoch {result.best_epoch} of {result.epochs}; the run is in {out}")
 
 
 def predict(args: argparse.Namespace) -> None:

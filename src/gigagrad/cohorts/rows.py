@@ -87,6 +87,7 @@ _NUMBERED = re.compile(r"(slide|mask)[ _-]?(\d+)")
 _MISSING: Final = ("NA", "N/A", "n/a", "NaN", "nan", "<NA>", "NULL", "null", "#N/A")
 """Texts that R, pandas, databases and spreadsheets write where there is no value."""
 _EXPECTED: Final = "a cohort file begins with a line like: slide,mask,split"
+_NO_TEXT: Final = f"it is not UTF-8 text; save the table as 'CSV UTF-8', as Excel calls it; {_EXPECTED}"
 _MISSPELT = 0.8
 """From this ratio on, a further column's name is taken for a misspelt one of ours."""
 
@@ -206,7 +207,7 @@ def read_rows(path: Path) -> tuple[tuple[str, ...], tuple[Row, ...]]:
     try:
         text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else f"it is not UTF-8 text; {_EXPECTED}"
+        reason = error.strerror if isinstance(error, OSError) else _NO_TEXT
         if path.is_dir():
             reason = f"it is a folder without masks; {_EXPECTED}, and a folder has images/ and masks/"
         raise ConfigError(f"cannot read the cohort file {path}: {reason}") from error

@@ -51,7 +51,8 @@ def find_slides(sources: Iterable[str | Path], split: str | None = None, fold: i
         other = by_name.setdefault(row.name, row)
         if other.slide.resolve() != row.slide.resolve():
             raise ConfigError(
-                f"{other.slide} and {row.slide} would both be written as {row.name}; rename one or predict them apart"
+                f"{other.slide} and {row.slide} would both be written as {row.name}; rename one, or give them to two "
+                "commands with an --out each"
             )
         by_name[row.name] = _one_of(other, row)
     return tuple(by_name.values())

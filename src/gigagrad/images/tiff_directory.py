@@ -375,7 +375,8 @@ def check_layout(series: Any, name: str, *, palette: bool = False) -> None:
         )
     page = series.keyframe
     if page.dtype is None or page.dtype.kind not in "buif":
-        raise ImageError(f"{name} has {page.bitspersample}-bit pixels; expected integers or floats")
+        kind = page.dtype or f"{page.bitspersample} bits"
+        raise ImageError(f"{name} has pixels of {kind}; expected integers or floats")
     colours = (_MINISBLACK, _RGB, _YCBCR) if int(page.compression) in JPEG_COMPRESSIONS else (_MINISBLACK, _RGB)
     if int(page.photometric) not in (*colours, *((_PALETTE,) if palette else ())):
         raise ImageError(

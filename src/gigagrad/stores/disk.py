@@ -323,7 +323,8 @@ class DiskTier(Tier):
             free = int(shutil.disk_usage(self._folder).free * FREE_SHARE)
             disk = self._folder.stat().st_dev
         except OSError as error:
-            raise StoreError(f"cannot use scratch folder '{self._folder}': {error.strerror or error}") from error
+            reason = error.strerror or error
+            raise StoreError(f"cannot use scratch folder '{self._folder}': {reason}; name one that is there") from error
         return f"{HOST} {disk}", free
 
     def open(self, needed_bytes: int, machine: Machine) -> OpenTier:

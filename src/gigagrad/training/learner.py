@@ -160,7 +160,7 @@ def _optimizer_class(name: str) -> Any:
         known = importlib.import_module("pytorch_optimizer.optimizer").OPTIMIZERS | known
     if name.lower() not in known:
         hint = did_you_mean(name, known) or f"; there are {', '.join(sorted(known))}"
-        more = ", and package.module:Class; pip install 'gigagrad[optimizers]' brings a hundred more"
+        more = "; one of your own is package.module:Class, and pip install 'gigagrad[optimizers]' brings a hundred more"
         raise ConfigError(f"unknown optimizer {name!r}{hint}{more}")
     return known[name.lower()]
 

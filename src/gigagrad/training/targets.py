@@ -54,9 +54,10 @@ class TargetRule:
             raise TargetError(f"the mask is empty, and the tissue recipe makes one label of {self.labels}; name a mask")
         if channels in (1, self.labels) or not (self.loss.binary or self.loss.class_ids):
             return
+        each = f", or {self.labels}, one for each label" if self.labels > 1 else ""
         raise TargetError(
-            f"the mask has {channels} channels, and the model {self.channels} output channels; the loss takes one "
-            f"channel of class ids{f', or {self.labels}, one for each label' if self.labels > 1 else ''}"
+            f"the mask has {channels} channels; the loss takes one channel of class ids{each}; save a picture in grey, "
+            "or with a palette, as a mask"
         )
 
     def label(self, value: float, name: str) -> Tensor:

@@ -20,6 +20,11 @@ _OF_VALUES = (DataDependentOutputException, GuardOnDataDependentSymNode)
 _TO_PYTHON = re.compile(r"\b(float|int|bool|len|str|round|range)\(|\.(item|tolist|numpy)\(|\{.*:.*\}")
 """Code that makes a number of Python of a tensor."""
 
+_ONE_ANSWER = re.compile(r"must be the same as input size \(torch\.Size\(\[\d+, \d+\]\)\)")
+"""PyTorch's message about an output `(N, C)` beside a mask."""
+_CHANNELS = re.compile(r"to have (\d+) channels, but got (\d+) channels")
+"""PyTorch's message about the first convolution: the channels of its weight, and those that arrived."""
+
 _LIMITS: tuple[tuple[str, str, str], ...] = (
     (
         r"_ctc_loss",
@@ -162,6 +167,16 @@ def _remedy(error: Exception, image: InputSpec, target: InputSpec | None) -> str
         return (
             f"; the target arrives as {target.dtype} of shape {target.shape}: use a loss of gg.losses, or cast it: "
             "lambda output, target: loss(output, target.float()), with target[:, 0].long() for class ids"
+        )
+    if target is not None and target.field and _ONE_ANSWER.search(said):
+        return (
+            "; the model gives one answer for the whole image, and the target has a value for each pixel: use a "
+            "segmentation model (paper-unet, smp:Unet), or a label for each image"
+        )
+    if (channels := _CHANNELS.search(said)) is not None and target is None and image.shape[1:2] == (int(channels[2]),):
+        return (
+            f"; the image has {channels[2]} channels, and the model is made for {channels[1]}: convert the image, "
+            f"choose bands of it, or make the model for so many (in_channels={channels[2]} of smp, in_chans of timm)"
         )
     if target is not None and target.field and "must be the same as input size" in said:
         return (
