@@ -499,6 +499,8 @@ def test_evaluating_a_slide_without_a_mask_uses_the_recipe(cohort, jpeg_slide, r
         assert main(["evaluate", "--run", str(run_dir), "--slides", str(each), "--json"]) == 0
         results.append(json.loads(capsys.readouterr().out))
     assert results[0] == results[1]
+    assert main(["evaluate", "--run", str(run_dir), "--slides", str(table)]) == 0
+    assert "warning: 1 of 1 slides name no mask" in capsys.readouterr().out
 
 
 def test_doctor_fails_when_a_check_does(monkeypatch, capsys):

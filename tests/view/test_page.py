@@ -317,6 +317,17 @@ class TestPage:
         assert all(answer["url"].startswith(served) for answer in browser.answers)
         assert all(answer["status"] == 200 for answer in browser.answers)
 
+    def test_a_file_that_cannot_be_read_says_so_in_the_list_and_keys_are_read_from_their_top(self, tmp_path):
+        tifffile.imwrite(tmp_path / "a.tif", np.full((300, 300, 3), 200, np.uint8), tile=(256, 256))
+        (tmp_path / "b.tif").touch()
+        with serving([tmp_path], []) as address, Browser(390, 500) as page:
+            page.open(address)
+            page.wait("document.querySelector('#list .no-picture')?.textContent === 'cannot be read'")
+            assert page.evaluate("document.querySelectorAll('#list img').length") == 1
+            page.key("?")
+            assert page.wait("document.querySelector('dialog[open]')?.scrollHeight") > 500
+            assert page.evaluate("document.querySelector('dialog[open]').scrollTop") == 0
+
     def test_all_of_a_tall_slide_is_seen_in_a_narrow_window(self, tmp_path):
         tifffile.imwrite(tmp_path / "tall.tif", np.full((3000, 900, 3), 200, np.uint8), tile=(256, 256))
         with serving([tmp_path], []) as address, Browser(700, 900) as narrow:

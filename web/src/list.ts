@@ -29,13 +29,15 @@ export class List {
     this.runs = catalog.runs.map((name, index) =>
       make("li", {}, make("button", { type: "button", class: "run", click: () => openRun(index) }, make("span", {}, `Curves of ${name}`, make("small", {})))));
     this.buttons = catalog.slides.map((slide, index) => {
+      const unread = () => picture.replaceWith(make("span", { class: "no-picture" }, "cannot be read"));
+      const picture = make("img", { src: api.thumbnail(index), alt: "", loading: "lazy", decoding: "async", error: unread });
       return make(
         "li",
         {},
         make(
           "button",
           { type: "button", class: "slide", click: () => openSlide(index) },
-          make("img", { src: api.thumbnail(index), alt: "", loading: "lazy", decoding: "async" }),
+          picture,
           make("span", {}, slide.name, make("small", {}, slide.folder), ...scoreLines(slide.scores), make("small", { class: "at-work" })),
         ),
       );

@@ -52,6 +52,7 @@ function help(): void {
     make("form", { method: "dialog" }, make("button", { autofocus: true }, "Close")),
   );
   dialog.showModal();
+  dialog.scrollTop = 0; // the button that has the focus is at the end
 }
 
 // Where it is, in the address: reloading, and the browser's back, come back to it.
