@@ -222,6 +222,8 @@ def test_a_full_disk_names_the_bytes_where_they_are_known(tmp_path):
     assert "a.tif" in str(known)
     assert "free, about 3 GiB needed; free some space" in str(known)
     assert "No space left on device; free some space" in str(write_error(tmp_path / "a.tif", full))
+    file = write_error(tmp_path / "a.tif", OSError(errno.EEXIST, "File exists"))
+    assert str(file).endswith("File exists; choose another folder")
     locked = OSError(errno.EROFS, "Read-only file system")
     assert str(write_error(tmp_path / "a.tif", locked)).endswith("Read-only file system; choose another folder")
     assert "Permission denied" in str(write_error(tmp_path / "a.tif", OSError(errno.EACCES, "Permission denied"), 99))

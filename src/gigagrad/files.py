@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 # EFBIG and EDQUOT are what a full disk looks like to somebody with a file size limit or a quota.
 DISK_FULL: Final = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
+_PERHAPS_FULL: Final = DISK_FULL | {errno.EIO, None}
+
 HOST: Final = hashlib.sha256(platform.node().encode()).hexdigest()[:8]
 """This machine, in names of files that it alone may judge: in a shared folder locks may not reach the others."""
 _PARTIAL: Final = f".{HOST}.gigagrad-partial"
@@ -235,8 +237,7 @@ def write_error(path: Path, error: OSError, needed_bytes: int = 0) -> WriteError
     """Put the system's complaint about an output file in a user's words; `needed_bytes` as far as they are known."""
     if error.errno in DISK_FULL and needed_bytes:
         return _disk_full(path, shutil.disk_usage(path.parent).free, needed_bytes)
-    refused = error.errno in (errno.EACCES, errno.EPERM, errno.EROFS)
-    remedy = "choose another folder" if refused else "free some space or choose another folder"
+    remedy = "free some space or choose another folder" if error.errno in _PERHAPS_FULL else "choose another folder"
     return WriteError(f"cannot write {path}: {error.strerror or error}; {remedy}")
 
 

@@ -50,6 +50,7 @@ NORMALISE = r"the image arrives as torch\.uint8 of shape .*gg\.models\.Normalise
         (nn.Conv2d(3, 1, 1), gg.losses.bce, BYTES.transpose(1, 2, 0), MASK, r"x\.transpose\(2, 0, 1\)"),
         (nn.Conv2d(3, 1, 1), gg.losses.bce, FLOATS[:1], MASK, r"has 1 channels, .* is made for 3: convert the image"),
         (POOLED, gg.losses.bce, FLOATS, MASK, r"one answer for the whole image.*paper-unet, smp:Unet"),
+        (POOLED, gg.losses.ce, FLOATS, MASK, r"one answer for the whole image"),
         (gg.models.Normalise(), gg.losses.mse, np.zeros((4, SIDE, SIDE), np.uint8), MASK, "in_channels=4"),
         (nn.Conv2d(3, 1, 1), gg.losses.bce, FLOATS, Path("a.geojson"), r"gg\.open_mask\('a\.geojson', slide\)"),
     ],

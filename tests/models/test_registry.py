@@ -63,6 +63,7 @@ def test_callable_of_the_users_own_gets_its_settings_as_literals(tmp_path, monke
         ("timm:resnet18?num_clases=3", "num_clases"),
         ("timm:resnet18?checkpoint_path=a.pt", "--weights FILE"),
         ("smp:Unet&encoder_name=resnet18", "settings begin with a question mark: smp:Unet?encoder_name=resnet18"),
+        ("monai:UNet?spatial_dims=2&in_channels=3&out_channels=1&channels=4,8&strides=2", "as in strides=2,"),
         ("smp:Unett", "did you mean 'unet'"),
         ("smp:Unet?encoder_name=resnet35", "did you mean 'resnet"),
         ("smp:Unet?encoder=resnet50", "has no setting 'encoder', did you mean 'encoder_name'?"),
@@ -82,6 +83,8 @@ def test_a_name_that_does_not_work_gets_one_clear_line(name, words):
     if name.startswith(("timm:r", "smp:")):
         pytest.importorskip("timm")
         pytest.importorskip("segmentation_models_pytorch")
+    if name.startswith("monai:"):
+        pytest.importorskip("monai")
     with pytest.raises(ModelError) as caught:
         resolve(name)
     assert words in str(caught.value)

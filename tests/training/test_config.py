@@ -37,6 +37,7 @@ def test_relative_paths_are_taken_from_a_folder(tmp_path, monkeypatch):
         ({"zzz": 1}, "known settings are slides"),
         ({"epochs": 0}, "epochs must be at least 1, got 0"),
         ({"clip": 0}, "clip must be above 0, got 0"),
+        ({"ema": 1}, "ema must be below 1, got 1"),
         ({"epochs": 1.5}, "epochs must be int, got 1.5"),
         ({"epochs": True}, "epochs must be int, got True"),
         ({"augment": 1}, "augment must be bool, got 1"),

@@ -8,9 +8,10 @@ import argparse
 import dataclasses
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from pkgutil import resolve_name
+from types import MappingProxyType
 from typing import Any, Final, NoReturn, get_args, get_origin, get_type_hints
 
 from gigagrad import __version__
@@ -464,7 +465,8 @@ SETTINGS: Final = {
 class _Parser(argparse.ArgumentParser):
     """An argument parser whose complaints are one line like all others."""
 
-    flags: frozenset[str] = frozenset()
+    flags: Mapping[str, Collection[str]] = MappingProxyType({})
+    """The flags of each command."""
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{message}; see '{self.prog} --help'")
@@ -473,8 +475,10 @@ class _Parser(argparse.ArgumentParser):
         """Parse as argparse does, except that an unknown flag is answered with the nearest one."""
         found, unknown = self.parse_known_args(args, namespace)
         if unknown:
-            hint = did_you_mean(unknown[0].partition("=")[0], self.flags)
-            self.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
+            name = found.command.__name__
+            hint = did_you_mean(unknown[0].partition("=")[0], self.flags[name])
+            text = f"'{name}' does not take {' '.join(unknown)}{hint}"
+            raise ConfigError(f"{text}; see '{self.prog} {name} --help'")
         return found
 
 
@@ -516,7 +520,7 @@ def build_parser(argv: Sequence[str] | None = None) -> argparse.ArgumentParser:
                 words = {"help": words.get("help")} | shared
             words |= {"help": given} if isinstance(given, str) else given
             (source if flag in ("--run", "--predictions") else command).add_argument(flag, **words)
-        parser.flags |= {*own, *derived}
+        parser.flags = {**parser.flags, name: {*own, *derived}}
     return parser
 
 

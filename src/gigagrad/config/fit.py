@@ -164,6 +164,8 @@ class FitConfig(Settings):
         super().__post_init__()
         if self.learning_rate == 0:
             raise ConfigError("learning_rate must be above 0, got 0")
+        if self.ema == 1:
+            raise ConfigError("ema must be below 1, got 1, which would keep the weights of the beginning; say 0.999")
         if self.clip == 0:
             raise ConfigError("clip must be above 0, got 0, which would leave nothing of any gradient; leave it out")
         if self.storage is not None:

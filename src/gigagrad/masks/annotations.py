@@ -103,7 +103,8 @@ def _geojson(path: Path, file: IO[bytes], references: _References) -> Iterator[P
     start = head[begin:].lstrip()[:1]
     file.seek(begin)
     if start not in (b"{", b"["):
-        raise ImageError(f"{path} is no GeoJSON: it begins with {start!r}; export annotations as GeoJSON")
+        found = f"begins with {start.decode('ascii', 'replace')!r}" if start else "is empty"
+        raise ImageError(f"{path} is no GeoJSON: it {found}, expected a brace, in UTF-8; export annotations as GeoJSON")
     try:
         features = 0
         for feature in ijson.items(file, "item" if start == b"[" else "features.item", use_float=True):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final, NoReturn, TypeAlias
 
@@ -22,6 +23,9 @@ _CENTRED: Final = {"inceptionresnetv2", "inceptionv4", "xception"}
 """Encoders of smp whose published weights take intensities of -1..1; smp keeps this in files that it downloads."""
 _PLACES: Final = {"checkpoint", "dir", "file", "filename", "hub", "path", "pretrained", "repo", "url", "weights"}
 """Words in the names of settings that say, as text, what a library is to load: `checkpoint_path`, `pretrained_url`."""
+
+_ONE_OF_A_LIST: Final = re.compile("'(int|float)' (has no len|object is not (iterable|subscriptable))")
+"""Parts of Python's messages about a number in the place of a list."""
 
 Plain: TypeAlias = tuple[nn.Module, object, Sequence[float], Sequence[float]]
 """A network of a library, its channels, and the mean and the standard deviation that each of these is to have."""
@@ -184,7 +188,8 @@ def build_network(name: str, build: Callable[..., Any], settings: dict[str, Lite
                 f"cannot get the published weights of model {name!r}: {reason}; check the connection, or leave "
                 f"{weights[0]} out and give a file with --weights"
             ) from error
-        raise ModelError(f"cannot build model {name!r}: {reason}") from error
+        one = "; a list of one has a comma behind it, as in strides=2," if _ONE_OF_A_LIST.search(reason) else ""
+        raise ModelError(f"cannot build model {name!r}: {reason}{one}") from error
 
 
 def refuse_unknown(name: str, wrong: str, known: Iterable[str]) -> NoReturn:

@@ -89,7 +89,8 @@ class Preprocess(nn.Module):
             weights = (self.grey,)
         else:
             raise ImageError(
-                f"got an image of {channels} channels; Preprocess takes 1 (grey) or 3 (RGB): choose some, as image[:3]"
+                f"got an image of {channels} channels; Preprocess takes 1 (grey) or 3 (RGB): choose some, as "
+                "--bands 1 2 3 or image[:3]"
             )
         x_NCHW, dtype = _in_dtype_of(self.grey, x_NCHW), x_NCHW.dtype
         if not self.scale:
@@ -138,7 +139,7 @@ class Normalise(nn.Module):
             raise ImageError(
                 f"got an image of {channels} channels; this model takes {expected}: build one that takes {channels} "
                 f"(in_channels={channels} for smp and monai, in_chans={channels} for timm, else Normalise with as many "
-                "means), or choose channels, as image[:3]"
+                "means), or choose channels, as --bands 1 2 3 or image[:3]"
             )
         factor = self.factor if self.scale else _for_dtype(self.factor, x_NCHW.dtype)
         return _in_dtype_of(factor, x_NCHW) * factor + self.shift

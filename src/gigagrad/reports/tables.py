@@ -243,14 +243,7 @@ class Shown:
         table = self.table.fitting(room) if self.fitting else self.table
         right = table.numeric
         before = max((i + 1 for i, numeric in enumerate(right) if numeric), default=0)  # bars stand beside numbers
-        shown = RichTable(
-            title=Text(table.title, style="bold"),
-            title_justify="left",
-            box=None,
-            header_style="dim",
-            padding=(0, 2, 0, 0),
-            pad_edge=False,
-        )
+        shown = RichTable(box=None, header_style="dim", padding=(0, 2, 0, 0), pad_edge=False)
         for i, name in enumerate(table.columns):
             if bars and i == before:
                 shown.add_column(width=_BAR)
@@ -261,7 +254,9 @@ class Shown:
             cells: list[RenderableType] = [*map(Text, row)]
             cells[before:before] = bars[i : i + 1]
             shown.add_row(*cells, style=_STYLES.get(tone, ""))
-        yield shown if table.rows else Text(table.title, style="bold")
+        yield Text(table.title, style="bold")  # as a title of the table it would be as narrow as that
+        if table.rows:
+            yield shown
         if table.note:
             yield Text(table.note)
 

@@ -20,8 +20,10 @@ _OF_VALUES = (DataDependentOutputException, GuardOnDataDependentSymNode)
 _TO_PYTHON = re.compile(r"\b(float|int|bool|len|str|round|range)\(|\.(item|tolist|numpy)\(|\{.*:.*\}")
 """Code that makes a number of Python of a tensor."""
 
-_ONE_ANSWER = re.compile(r"must be the same as input size \(torch\.Size\(\[\d+, \d+\]\)\)")
-"""PyTorch's message about an output `(N, C)` beside a mask."""
+_ONE_ANSWER = re.compile(
+    r"must be the same as input size \(torch\.Size\(\[\d+, \d+\]\)\)|0D or 1D target tensor expected"
+)
+"""PyTorch's messages about an output `(N, C)` beside a mask."""
 _CHANNELS = re.compile(r"to have (\d+) channels, but got (\d+) channels")
 """PyTorch's message about the first convolution: the channels of its weight, and those that arrived."""
 
