@@ -109,7 +109,10 @@ def test_help_teaches_every_command(command, capsys):
         ([], "COMMAND"),
         (["train"], "invalid choice: 'train'"),
         (["fit", "--slide", "c.csv"], "'fit' does not take --slide c.csv, did you mean '--slides'?"),
-        ([*PLAN, "--slides", "c.csv"], "'plan' does not take --slides c.csv, did you mean '--size'?; see 'gigagrad plan"),
+        (
+            [*PLAN, "--slides", "c.csv"],
+            "'plan' does not take --slides c.csv, did you mean '--size'?; see ",
+        ),
         (["plan", "--model", "paper-unet", "--size", "16000"], "HEIGHTxWIDTH"),
         (["plan", "--model", "paper-unet", "--size", "160x160", "--memory", "lots"], "'2 GiB'"),
         (["plan", "--model", "paper-unet", "--size", "0x160"], "HEIGHTxWIDTH"),

@@ -184,3 +184,22 @@ def test_masks_of_one_other_value_beside_masks_of_several_are_refused(tmp_path):
     alone = evaluate_masks(tmp_path, cohort)
     assert isinstance(alone, Evaluation)
     assert alone.dice[0] == 1
+
+
+def test_masks_beside_slides_of_a_folder_are_compared_with_and_missing_ones_are_told(tmp_path):
+    """A folder's masks were left aside for the recipe's, without a word."""
+    true = np.repeat(np.array([0, 1, 1], np.uint8), 8)[None].repeat(8, 0)
+    for file in ("slides/a_mask.tif", "masks/a.tif", "masks/b.tif"):
+        (tmp_path / file).parent.mkdir(exist_ok=True)
+        write(tmp_path / file, true)
+    write(tmp_path / "slides" / "a.tif", np.full_like(true, 9))
+    heard: list[Any] = []
+    alone = evaluate_masks(tmp_path, tmp_path / "slides", listeners=(heard.append,))
+    assert isinstance(alone, Evaluation)
+    assert alone.dice[0] == 1
+    assert not [event for event in heard if isinstance(event, Notice)]
+    write(tmp_path / "slides" / "b.tif", np.full_like(true, 9))
+    evaluate_masks(tmp_path, tmp_path / "slides", listeners=(heard.append,))
+    assert [event.text for event in heard if isinstance(event, Notice)] == [
+        "1 of 2 slides name no mask: they are compared with the tissue that the recipe finds"
+    ]

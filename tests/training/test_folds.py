@@ -54,10 +54,11 @@ def test_each_fold_is_validated_by_a_run_of_the_others(config, tmp_path, capsys)
 def test_scores_of_folds_stand_in_one_line_each_where_windows_are_narrow():
     scores = dict.fromkeys(("accuracy", "balanced_accuracy", "auc", "brier", "ece"), 0.5)
     folds = [FoldResult(fold, Path(), 2, 1, scores) for fold in range(2)]
-    console = Console(file=io.StringIO(), width=80)
+    written = io.StringIO()
+    console = Console(file=written, width=80)
     console.print(Shown(folds_table(folds)))
     console.print(Shown(Table("A title of several words", ("a", "b"), (("1", "2"),))))
-    lines = console.file.getvalue().splitlines()
+    lines = written.getvalue().splitlines()
     assert "A title of several words" in lines
     found = [line.split() for line in lines if line.startswith(("mean", "sd"))]
     assert found == [["mean", *["0.5000"] * 5], ["sd", *["0.0000"] * 5]]

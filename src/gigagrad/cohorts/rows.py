@@ -209,7 +209,8 @@ def read_rows(path: Path) -> tuple[tuple[str, ...], tuple[Row, ...]]:
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else _NO_TEXT
         if path.is_dir():
-            reason = f"it is a folder without masks; {_EXPECTED}, and a folder has images/ and masks/"
+            without = "images/ and masks/ in it" if masks_beside(path) else "masks"
+            reason = f"it is a folder without {without}; {_EXPECTED}, and a folder has images/ and masks/"
         raise ConfigError(f"cannot read the cohort file {path}: {reason}") from error
     lines = text.splitlines()
     header = next(filter(None, lines), "")

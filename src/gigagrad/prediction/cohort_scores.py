@@ -10,15 +10,16 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
 from gigagrad.cohorts import Row, check_cases, find_slides
 from gigagrad.cohorts.patches import joined
 from gigagrad.cohorts.records import mask_of, read_records
+from gigagrad.cohorts.rows import masks_beside
 from gigagrad.cohorts.slides import rows_of, run_job
 from gigagrad.config.predict import PredictConfig
 from gigagrad.errors import ConfigError, TargetError
@@ -204,6 +205,16 @@ def _truth(entry: Row, slide: Image, table: ClassTable | None, planes: int) -> I
         yield truth
 
 
+def _with_masks_beside(entries: Iterable[Row]) -> tuple[Row, ...]:
+    """Name the mask that lies beside a slide of a folder, for rows that no cohort file says anything of."""
+    bare = [row for row in entries if not row.line and not row.masks and row.label is None]
+    beside = {folder: masks_beside(folder) for folder in {row.slide.parent for row in bare}}
+    found = {row.slide: beside[row.slide.parent].get(row.slide, []) for row in bare}
+    return tuple(
+        replace(row, mask=found[row.slide][0]) if len(found.get(row.slide, [])) == 1 else row for row in entries
+    )
+
+
 FILE_NAME: Final = "evaluation.json"
 
 
@@ -230,6 +241,7 @@ def evaluate_model(
     config = PredictConfig.from_dict({"run": run, "slides": slides, "out": out or run, **settings})
     events = Events(listeners)
     entries, bags = find_slides(config.slides, config.split, config.run_fold), config.resolved_patches is not None
+    entries = _with_masks_beside(entries)
 
     def source(labelled: bool) -> OfModel:
         return OfModel(config, slides, events, labelled=labelled)
@@ -258,6 +270,7 @@ def evaluate_masks(
     """
     entries, records, events = find_slides([slides], split), read_records(Path(predictions)), Events(listeners)
     bags = any(record.made_with.patches for record in records.values())
+    entries = _with_masks_beside(entries)
     entries = joined(entries) if bags else entries
     others = [row.name for row in entries if row.name in records and is_of_others(records[row.name], row)]
     if others:

@@ -55,9 +55,12 @@ class TargetRule:
         if channels in (1, self.labels) or not (self.loss.binary or self.loss.class_ids):
             return
         each = f", or {self.labels}, one for each label" if self.labels > 1 else ""
+        remedy = f"give the model {channels} outputs for as many labels" if self.loss.binary else "name one mask"
+        if channels in (3, 4):
+            remedy += ", or save a picture in colours in grey or with a palette"
         raise TargetError(
-            f"the mask has {channels} channels; the loss takes one channel of class ids{each}; save a picture in grey, "
-            "or with a palette, as a mask"
+            f"the mask has {channels} channels, and the model {self.channels} outputs; the loss takes one channel of "
+            f"class ids{each}; {remedy}"
         )
 
     def label(self, value: float, name: str) -> Tensor:
