@@ -316,6 +316,13 @@ def test_missing_folder_and_folder_as_file(tmp_path: Path) -> None:
         write(tmp_path, pixels, 10)
 
 
+def test_names_of_other_formats_are_refused(tmp_path: Path) -> None:
+    """They held TIFFs, which viewers of such files cannot open."""
+    with pytest.raises(WriteError, match=r"x\.png: a pyramid is a TIFF or a Zarr; call it x\.tif"):
+        write(tmp_path / "x.png", np.zeros((10, 10), np.uint8), 10)
+    assert not list(tmp_path.iterdir())
+
+
 def test_float_jpeg_is_refused(tmp_path: Path) -> None:
     with pytest.raises(WriteError, match="JPEG holds uint8"):
         write(tmp_path / "x.tif", np.zeros((10, 10), np.float32), 10, compression="jpeg")

@@ -201,3 +201,8 @@ def test_ids_of_any_width_are_numbers_that_pytorch_compares(slide, dtype):
             pixels = torch.as_tensor(np.asarray(mask.read(Box.whole(90, 120))))
             assert bool((pixels > 0).any())
             np.testing.assert_array_equal(pixels[0].numpy(), plane.astype(np.int64 if dtype != "int16" else dtype))
+
+
+def test_a_path_in_the_place_of_the_open_slide_is_told(tmp_path):
+    with pytest.raises(ImageError, match=r"gg\.open_image\('a\.tif'\)\), got its path"):
+        open_mask(tmp_path / "a.geojson", "a.tif")

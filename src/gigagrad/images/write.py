@@ -24,7 +24,7 @@ from itertools import chain
 from pathlib import Path
 from tempfile import TemporaryDirectory, TemporaryFile
 from types import MappingProxyType
-from typing import IO, Any, Literal
+from typing import IO, Any, Final, Literal
 
 import numpy as np
 
@@ -75,11 +75,14 @@ def write_pyramid(
         tags: further tags of a TIFF's level 0, each with the type of its value or values as struct writes it; as
             `georeference.geotiff_tags` makes them.
 
-    Raises `WriteError` if the file exists (unless `overwrite`), the folder is missing or read-only, the disk is full
-    or the strips do not have the promised shape; errors of the strips' producer pass through as they are. After any
-    failure or interrupt nothing of the file remains, and a file that was to be replaced is still the old one.
+    Raises `WriteError` for the name of another format, if the file exists (unless `overwrite`), the folder is missing
+    or read-only, the disk is full or the strips do not have the promised shape; errors of the strips' producer pass
+    through as they are. After any failure or interrupt nothing of the file remains, and a file that was to be replaced
+    is still the old one.
     """
     path = Path(path)
+    if path.suffix.lower() in _OF_OTHER_FORMATS:
+        raise WriteError(f"cannot write {path}: a pyramid is a TIFF or a Zarr; call it {path.with_suffix('.tif').name}")
     sides = level_shapes(shape[0], shape[1], tile, levels)
     text = None if description is None else description.encode("ascii", "replace").decode()
     layout = Layout(path, shape, np.dtype(dtype), nearest, tile, sides, mpp, text, channels, classes, tags)
@@ -116,6 +119,10 @@ def pyramid_bytes(path: Path, shape: tuple[int, int, int], dtype: np.dtype[Any])
     height, width, channels = shape
     band = min(TILE, height) * width * channels * dtype.itemsize
     return 3 * band + 2 * (IN_FLIGHT + ENCODERS) * TILE**2 * min(channels, 3) * dtype.itemsize
+
+
+_OF_OTHER_FORMATS: Final = frozenset(f".{name}" for name in "bmp gif jp2 jpeg jpg npy npz pdf png svs webp".split())
+"""Ends of names by which other programs would take a TIFF for what it is not."""
 
 
 def _is_zarr(path: Path) -> bool:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Final, TypeAlias
 import numpy as np
 
 from gigagrad.boxes import Box
-from gigagrad.errors import TargetError
+from gigagrad.errors import ImageError, TargetError
 from gigagrad.images import Image
 from gigagrad.images.image import View
 from gigagrad.images.opening import open_ids
@@ -66,6 +66,10 @@ def open_mask(
     Raises `ImageError` for a source that cannot be read or is no mask, `TargetError` for one that does not belong to
     the slide, and `ConfigError` for `classes`.
     """
+    if not isinstance(slide, Image):
+        raise ImageError(
+            f"a mask needs its slide, open: gg.open_mask(..., gg.open_image({str(slide)!r})), got its path"
+        )
     table = _table(classes)
     if isinstance(source, list | tuple):
         return (
