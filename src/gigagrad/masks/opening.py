@@ -67,9 +67,7 @@ def open_mask(
     the slide, and `ConfigError` for `classes`.
     """
     if not isinstance(slide, Image):
-        raise ImageError(
-            f"a mask needs its slide, open: gg.open_mask(..., gg.open_image({str(slide)!r})), got its path"
-        )
+        raise ImageError(f"a mask needs its slide, open, and got {slide!r}: gg.open_mask(..., gg.open_image('slide'))")
     table = _table(classes)
     if isinstance(source, list | tuple):
         return (
