@@ -64,6 +64,8 @@ def test_a_folder_of_predictions_brings_slides_masks_and_scores(predicted, jpeg_
     assert not opened.problems
     told = opened.describe()
     assert json.loads(json.dumps(told))["mpp"] == 0.5
+    kinds = next(layer["classes"] for layer in told["layers"] if layer["kind"] == "errors")
+    assert len(kinds) == 3, "of one class nothing can be of another"
     opened.close()
     (other,) = find([jpeg_slide], predictions=predicted).items
     assert other.predictions == item.predictions

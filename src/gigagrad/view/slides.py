@@ -118,7 +118,9 @@ class Opened:
         mask = found.get(self._predicted)
         if label is not None and mask is not None and mask.kind == "classes":
             ids = self._on(mask.part, mask.pyramid.shapes, label)
-            yield Layer("Errors", "errors", MadePyramid(errors, mask.pyramid, ids), ERRORS, mask.part)
+            several = len(mask.classes) > 1 or len(label.classes) > 1
+            kinds = ERRORS if several else ERRORS[:-1]  # of one class nothing can be of another
+            yield Layer("Errors", "errors", MadePyramid(errors, mask.pyramid, ids), kinds, mask.part)
 
     def _tried(self, make: Callable[[], Layer]) -> Layer | None:
         try:
