@@ -138,15 +138,16 @@ def test_two_formats_of_one_slide_are_not_written_into_each_other(tmp_path):
     ("slide", "beside", "others"),
     [
         ("a.mrxs", ["a/Slidedat.ini", "a/Data0000.dat"], ["ab/Data0000.dat", "b.mrxs"]),
-        ("a.vms", ["a(1,0).jpg", "a.opt"], ["b.jpg"]),
+        ("a.vms", ["a(1,0).jpg", "far.opt"], ["a_mask.tif"]),
         ("dicom/0.dcm", ["dicom/1.dcm"], ["dicom/notes.txt"]),
         ("a.svs", [], ["a.xml"]),
     ],
 )
 def test_a_slide_is_known_by_all_of_its_files(tmp_path, slide, beside, others):
+    lists = "".join(f"\nImageFile = {name}" for name in beside)
     for name in (slide, *beside, *others):
         (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text("before")
+        (tmp_path / name).write_text(f"before{lists}")
     row = Row(tmp_path / slide)
 
     def digests():
@@ -155,7 +156,7 @@ def test_a_slide_is_known_by_all_of_its_files(tmp_path, slide, beside, others):
 
     known = digests()
     for name in (slide, *beside, *others):
-        (tmp_path / name).write_text("behind")
+        (tmp_path / name).write_text(f"behind{lists}")
         assert (digests() != known) == (name not in others)
         known = digests()
 

@@ -172,7 +172,9 @@ def files_of(path: Path) -> tuple[Path, ...]:
     if suffix == ".mrxs":
         beside = [path.with_suffix("")]
     elif suffix in (".vms", ".vmu") and path.is_file():
-        beside = sorted(other for other in path.parent.iterdir() if other.name.startswith(path.stem))
+        with in_our_words(f"cannot read {path}"):
+            named = {line.partition("=")[2].strip() for line in path.read_text("latin-1").splitlines()}
+            beside = sorted(other for other in path.parent.iterdir() if other.name in named)
     elif suffix == ".dcm" and path.is_file():
         beside = dicom_instances(path.parent)
     return path, *(other for other in beside if other != path and other.exists())
