@@ -195,15 +195,15 @@ def test_charts_follow_the_colour_scheme_and_paper_is_white_with_finer_lines(bro
         browser.ask("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
         browser.wait(f"(Number({ink}.match(/\\d+/)[0]) > 128) === {str(bright).lower()}")
     width = "document.querySelector('#report .uplot canvas').width"
-    before = browser.evaluate(width)
+    fits = f"{width} === document.querySelector('#report .uplot').parentElement.clientWidth * devicePixelRatio"
     browser.ask("Emulation.setEmulatedMedia", media="print")
     after = "getComputedStyle(document.querySelector('#report .u-legend th'), '::after').content"
     assert browser.evaluate(after) == "none", "a colon, and no value behind it"
     browser.ask("Emulation.setEmulatedMedia", media="")
-    browser.wait(f"{width} === {before}")
+    browser.wait(fits)
     browser.evaluate(f"addEventListener('beforeprint', () => {{ window.printed = {width}; }})")
     paper = base64.b64decode(browser.ask("Page.printToPDF", printBackground=True)["data"])
     assert paper.startswith(b"%PDF")
     assert 1 <= paper.count(b"/Type /Page\n") <= 12
     assert browser.evaluate("window.printed") == 3 * 660
-    browser.wait(f"{width} === {before}")
+    browser.wait(fits)
