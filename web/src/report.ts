@@ -182,7 +182,7 @@ function memory(report: Report, charts: Charts): HTMLElement {
   return charts.figure("Peak memory by step", told, lines.filter(([each]) => each.length), { name: "bytes", x: "step, of training or validation", step: "step", from: 0 });
 }
 
-// Charts follow the width of the page and its colours, and are drawn finely for paper.
+// Charts follow the width of their places and the page's colours, and are drawn finely for paper.
 class Charts {
   private readonly draws: ((paper: boolean) => void)[] = [];
 
@@ -191,10 +191,15 @@ class Charts {
     const steps = [...new Set(lines.flatMap(([points]) => points.map(([step]) => step)))].sort((a, b) => a - b);
     const columns = [steps, ...lines.map(([points]) => { const known = new Map(points); return steps.map((step) => known.get(step)); })] as uPlot.AlignedData;
     let chart: uPlot | undefined;
-    this.draws.push((paper) => {
+    let room = 0;
+    const draw = (paper: boolean) => {
       chart?.destroy();
-      chart = plot(place, columns, lines.map(([, series]) => series), { ...given, ...(paper ? { width: PAPER_PX, height: 200, scale: 3 } : { width: Math.max(200, place.clientWidth) }) });
-    });
+      room = place.clientWidth;
+      chart = plot(place, columns, lines.map(([, series]) => series), { ...given, ...(paper ? { width: PAPER_PX, height: 200, scale: 3 } : { width: Math.max(200, room) }) });
+    };
+    this.draws.push(draw);
+    // Of the place, as the window stays as wide where the page begins to scroll.
+    new ResizeObserver(() => { if (chart && room !== place.clientWidth && !document.documentElement.classList.contains("paper")) draw(false); }).observe(place);
     return make("figure", { class: "box" }, make("h3", {}, title), place);
   }
 
@@ -203,9 +208,7 @@ class Charts {
       document.documentElement.classList.toggle("paper", paper);
       this.draws.forEach((each) => each(paper));
     };
-    let width = window.innerWidth;
     draw(false);
-    window.addEventListener("resize", () => { if (width !== window.innerWidth) { width = window.innerWidth; draw(false); } });
     window.matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => draw(false));
     window.addEventListener("beforeprint", () => draw(true));
     window.addEventListener("afterprint", () => draw(false));
