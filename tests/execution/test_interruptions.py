@@ -39,7 +39,7 @@ from gigagrad.execution.tile_program import TileProgram
 from gigagrad.images import Image, opening, tiff
 from gigagrad.stores import DiskTier, HostStore, Scratch
 from gigagrad.stores.scratch import _Place
-from tests.faults.watched import Watched, failing
+from tests.faults.watched import Watched, failing, is_of_a_run
 
 linux = pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="this system does not tell what a process holds")
 
@@ -302,7 +302,7 @@ def test_a_stream_that_its_own_reading_thread_collects_leaves_nothing(watched, m
             gc.enable()
     threads.settle()
     for thread in threading.enumerate():
-        if thread.name.startswith("gigagrad"):
+        if is_of_a_run(thread):
             while thread.ident is None:  # it is about to begin
                 time.sleep(0.001)
             thread.join(60)

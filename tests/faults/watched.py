@@ -54,7 +54,7 @@ class Watched:
         return SimpleNamespace(
             descriptors=len(os.listdir("/proc/self/fd")),
             files=sorted(str(path) for path in self.scratch.rglob("*")),
-            threads={thread for thread in threading.enumerate() if _is_of_a_run(thread) and thread.daemon},
+            threads={thread for thread in threading.enumerate() if is_of_a_run(thread) and thread.daemon},
             settings=(torch.get_num_threads(), torch.is_grad_enabled()),
         )
 
@@ -87,6 +87,6 @@ def failing(original: Callable[..., Any], error: BaseException, after: int) -> C
     return call
 
 
-def _is_of_a_run(thread: threading.Thread) -> bool:
+def is_of_a_run(thread: threading.Thread) -> bool:
     """Says whether a thread ends with its run, unlike that which looks at memory step after step."""
     return thread.name.startswith("gigagrad-") and thread.name != "gigagrad-memory"

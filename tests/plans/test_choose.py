@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,6 +13,7 @@ from torch import nn
 
 from gigagrad.devices import Machine
 from gigagrad.errors import BudgetError
+from gigagrad.graphs import InputSpec, capture
 from gigagrad.plans import Costs, Grid, choose, estimate, make_plan, split_segments
 from gigagrad.plans.cuts import Cuts
 from gigagrad.plans.fit import Fitter
@@ -193,6 +195,21 @@ def test_what_was_given_up_early_may_take_the_place_of_what_stayed(monkeypatch):
     assert found.bytes_in("disk") <= room
     monkeypatch.setattr(choose, "_MOST_DRAWN", 0)
     assert make_plan(problem).modelled_seconds > 1.3 * found.modelled_seconds
+
+
+@pytest.mark.parametrize("is_bag", [False, True])
+def test_of_bags_the_leanest_of_what_is_about_as_fast_is_taken(is_bag):
+    layers = nn.Conv2d(1, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 1, 3, padding=1)
+    image = InputSpec((9, 1, 8, 8) if is_bag else (1, 1, 8, 8), torch.float32, field=True, bag=is_bag)
+    target = InputSpec((1,), torch.float32, field=False)
+    graph = capture(nn.Sequential(*layers), lambda output, target: output.square().mean() * target.sum(), image, target)
+    problem = problem_of(graph)
+    chooser = choose._Chooser(problem, Costs(graph, problem.machine), None, None, lambda _: None, None)
+    wide, narrow = (node.id for node in graph.nodes if "conv" in node.op)
+    rated = [(1.0, {wide: "memory"}), (1.04, {narrow: "memory"}), (1.06, {})]
+    plan = chooser._first_that_fits(rated, math.inf)
+    assert plan is not None
+    assert [field.node for field in plan.kept] == [narrow if is_bag else wide]
 
 
 def test_whoever_asks_is_told_of_every_way_that_was_tried(norms):

@@ -35,6 +35,9 @@ _ABOUT_AS_LEAN = 1.1
 _HOPELESS = 1.3
 """A candidate that a rough look finds so much slower than what is known is not looked at closely."""
 
+_OF_BAGS = 1.05
+"""Rough looks at bags that differ by less are alike: nothing is computed twice there, wherever the cuts are."""
+
 _FIRST_LOOK = 24
 """Candidates of one kind that are tried before the search narrows."""
 _SLOWER_IN_A_ROW = 4
@@ -125,9 +128,8 @@ def make_plan(
     if whole is not None and whole.predicted_seconds <= _SOON:
         tried(whole.predicted_seconds)
         return whole
-    image = problem.graph.source("image")
     # Tiles of a bag do what the whole does, without halos: there the faster one is that.
-    alike = 1.0 if image is not None and image.patches is not None else ABOUT_AS_FAST
+    alike = 1.0 if _is_bag(problem) else ABOUT_AS_FAST
     at_most = inf if whole is None else whole.predicted_seconds / alike
     best: Plan | None = None
     refusal: BudgetError | None = None
@@ -144,6 +146,11 @@ def make_plan(
         assert refusal is not None
         raise refusal
     return best
+
+
+def _is_bag(problem: Problem) -> bool:
+    image = problem.graph.source("image")
+    return image is not None and image.patches is not None
 
 
 def _worth_whole(problem: Problem) -> Iterator[int]:
@@ -223,6 +230,7 @@ class _Chooser:
     ) -> None:
         self._problem, self._graph, self._costs = problem, problem.graph, costs
         self._fitter, self._tried = Fitter(problem, costs, tiles, ranks, saved), tried
+        self._is_bag = _is_bag(problem)
         self._refused: dict[frozenset[tuple[int, str]], tuple[int, int]] = {}
         """Fields by tier, the bytes that a rough look found them to need, and those that they take without any tile."""
         self._samples: list[tuple[Sequence[Kept], list[int]]] = []
@@ -403,8 +411,13 @@ class _Chooser:
         return [one for candidates in tried for one in self._looked(candidates, at_most)]
 
     def _first_that_fits(self, rated: list[Rated], at_most: float) -> Plan | None:
-        """Return the plan of the fastest that fits after all, of those that may become as fast as asked."""
+        """Return the plan of the fastest that fits after all, of those that may become as fast as asked; of bags that
+        of the leanest, of those that are about as fast.
+        """
         promising = sorted((one for one in rated if one[0] <= _HOPELESS * at_most), key=itemgetter(0))
+        if promising and self._is_bag:
+            alike = _OF_BAGS * promising[0][0]
+            promising.sort(key=lambda one: (max(one[0], alike), self._fitter.least_bytes(one[1])))
         return next(filter(None, (self._attempt(kept) for _, kept in promising)), None)
 
     def _looked(self, candidates: Sequence[Kept], at_most: float) -> list[Rated]:
