@@ -1,7 +1,8 @@
 """A deep network's step inside a budget, beside plain autograd's best time per pixel.
 
     python bench/deep_step.py [--model smp:Unet?encoder_name=resnet34] [--eval] [--height 8192 --width 8192]
-        [--memory 2GiB] [--scratch DIR [--scratch-bytes 1GiB]] [--plain 512 1024] [--steps 1] [--device cuda]
+        [--memory 2GiB] [--scratch DIR [--scratch-bytes 1GiB]] [--any-optimizer] [--plain 512 1024]
+        [--steps 1] [--device cuda]
 
 One step in float32 on random bytes in a process of its own, inside `--memory` with the rest under `--scratch`, norms in
 training mode unless `--eval`; `--steps` more than 1 tells the best of the second and later ones. A network with one
@@ -46,6 +47,7 @@ def main() -> None:
     parser.add_argument("--memory", default="2GiB")
     parser.add_argument("--scratch", type=Path)
     parser.add_argument("--scratch-bytes", help="room of the files, as 1GiB; all that is free unless given")
+    parser.add_argument("--any-optimizer", action="store_true", help="room for the state of whatever optimizer comes")
     parser.add_argument("--plain", type=int, nargs="+", default=[512, 1024], help="sides in pixels")
     parser.add_argument("--steps", type=int, default=1)
     parser.add_argument("--device", default="cpu")
@@ -124,7 +126,8 @@ def ours(args: argparse.Namespace) -> dict[str, Any]:
     import gigagrad as gg
 
     model = network(args).to(args.device)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)  # as plain autograd: nothing beside the gradients
+    # As plain autograd: nothing beside the gradients. Where none is named, plans keep room for Adam's state.
+    optimizer = None if args.any_optimizer else torch.optim.SGD(model.parameters(), lr=0.1)
     where = {"device": args.device, "scratch": args.scratch, "scratch_bytes": args.scratch_bytes}
     engine = gg.compile(model, loss, memory=args.memory, optimizer=optimizer, **where)
     image, target = pair(args, args.height, args.width)
