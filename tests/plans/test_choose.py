@@ -206,7 +206,7 @@ def test_of_bags_the_leanest_of_what_is_about_as_fast_is_taken(is_bag):
     problem = problem_of(graph)
     chooser = choose._Chooser(problem, Costs(graph, problem.machine), None, None, lambda _: None, None)
     wide, narrow = (node.id for node in graph.nodes if "conv" in node.op)
-    rated = [(1.0, {wide: "memory"}), (1.04, {narrow: "memory"}), (1.06, {})]
+    rated: list[choose.Rated] = [(1.0, {wide: "memory"}), (1.04, {narrow: "memory"}), (1.06, {})]
     plan = chooser._first_that_fits(rated, math.inf)
     assert plan is not None
     assert [field.node for field in plan.kept] == [narrow if is_bag else wide]
