@@ -1,6 +1,6 @@
 """The bits of 100 generated networks: what a change that is to leave the arithmetic alone must give again.
 
-    python bench/hashes.py [--networks 100] [--first 0] [--expect bench/results/2026-11-27-hashes.json]
+    python bench/hashes.py [--networks 100] [--first 0] [--expect bench/results/2026-11-29-hashes.json]
 
 Even numbers are networks of tests/exactness/generated.py, odd ones of tests/exactness/networks, all in float64. Each
 takes one step with forced tiles, one in a small budget, and one as it is planned freely (in tiles), by one process;
