@@ -150,12 +150,17 @@ def test_two_processes_share_patches_or_slides(cohort, mesh) -> None:
         torch.testing.assert_close(states[1][name], tensor, rtol=1e-5, atol=1e-7)
 
 
+def fit_on_corners(cohort: Path, folder: Path) -> None:
+    """Train one epoch on patches whose corners are given."""
+    (folder / "coords").mkdir()
+    for number in range(6):
+        (folder / "coords" / f"s{number}.csv").write_text("x,y\n0,0\n16,0\n0,16\n")
+    fit(config(cohort, epochs=1, coords="coords"))
+
+
 def test_corners_that_change_are_told_where_a_run_goes_on(cohort, tmp_path) -> None:
     path = cohort("label", LABELS)
-    (tmp_path / "coords").mkdir()
-    for number in range(6):
-        (tmp_path / "coords" / f"s{number}.csv").write_text("x,y\n0,0\n16,0\n0,16\n")
-    fit(config(path, epochs=1, coords="coords"))
+    fit_on_corners(path, tmp_path)
     (tmp_path / "coords" / "s0.csv").write_text("x,y\n0,0\n16,0\n")
     with pytest.raises(ConfigError, match=r"s0\.csv"):
         fit(config(path, epochs=2, coords="coords"))
@@ -164,10 +169,7 @@ def test_corners_that_change_are_told_where_a_run_goes_on(cohort, tmp_path) -> N
 def test_the_folder_of_a_run_with_given_corners_asks_for_those_of_other_slides(cohort, tmp_path) -> None:
     """Without them it took patches of its own on tissue, which are others than the run's."""
     path = cohort("label", LABELS)
-    (tmp_path / "coords").mkdir()
-    for number in range(6):
-        (tmp_path / "coords" / f"s{number}.csv").write_text("x,y\n0,0\n16,0\n0,16\n")
-    fit(config(path, epochs=1, coords="coords"))
+    fit_on_corners(path, tmp_path)
     given: dict[str, Any] = {"slides": ["s5.tif"], "trust": TRUST}
     ways: list[tuple[str, str, dict[str, Any]]] = [
         ("run-s", "run", {}),

@@ -290,11 +290,7 @@ class _Chooser:
                 break
             in_vain += 1
             changed = kept if tier is not None else {**kept, field: memory}
-            rough = self._rough_seconds(changed, workers=plan.workers, at_most=plan.modelled_seconds)
-            if rough is None or rough >= plan.modelled_seconds:  # off by more than `_BETTER` asks
-                continue
-            other = self._attempt(changed)
-            if other is not None and other.modelled_seconds < _BETTER * plan.modelled_seconds:
+            if (other := self._faster(plan, changed, _BETTER)) is not None:
                 plan, in_vain = other, 0
         return plan
 
@@ -317,11 +313,17 @@ class _Chooser:
             left = [kept.pop(field) for field in draws.sample(there, min(draws.choice(_FEWER), len(there)))]
             tier, others = draws.choice(left or tiers), [field for field in able if field not in kept]
             kept |= dict.fromkeys(draws.sample(others, min(draws.choice(_MORE), len(others))), tier)
-            rough = self._rough_seconds(kept, workers=plan.workers, at_most=plan.modelled_seconds)
-            other = self._attempt(kept) if rough is not None and rough < plan.modelled_seconds else None
-            if other is not None and other.modelled_seconds < plan.modelled_seconds:
+            if (other := self._faster(plan, kept)) is not None:
                 plan, in_vain = other, 0
         return plan
+
+    def _faster(self, plan: Plan, kept: Kept, share: float = 1.0) -> Plan | None:
+        """Return the plan that keeps these fields instead, where it takes less than this share of a plan's time."""
+        rough = self._rough_seconds(kept, workers=plan.workers, at_most=plan.modelled_seconds)
+        if rough is None or rough >= plan.modelled_seconds:  # a rough look is off by more than the share asks
+            return None
+        other = self._attempt(kept)
+        return other if other is not None and other.modelled_seconds < share * plan.modelled_seconds else None
 
     def _closely(self) -> Plan:
         """Try what was refused once more, with all shapes of tiles. Raises the `BudgetError` that asks for least: what
