@@ -91,6 +91,13 @@ def test_a_name_that_does_not_work_gets_one_clear_line(name, words):
     assert "\n" not in str(caught.value)
 
 
+def test_settings_are_refused_where_weights_are_left_out_too():
+    """As `plan` does."""
+    pytest.importorskip("segmentation_models_pytorch")
+    with pytest.raises(ModelError, match="has no setting 'encoder'"):
+        resolve("smp:Unet?encoder=resnet50", published=False)
+
+
 @pytest.mark.parametrize(("name", "extra"), [("monai:UNet", "monai"), ("timm:resnet18", "timm"), ("smp:Unet", "smp")])
 def test_a_missing_package_is_named_with_the_way_to_get_it(name, extra, monkeypatch):
     for module in ("monai", "monai.networks.nets", "timm", "segmentation_models_pytorch"):

@@ -452,6 +452,7 @@ def test_wrong_folders(run, tmp_path):
         write_report(tmp_path / "nothing", tmp_path / "report.html")
     with pytest.raises(ConfigError, match="no folder of predictions"):
         write_report(run, tmp_path / "report.html", predictions_dir=tmp_path / "nothing")
+    (run.parent / "labels").mkdir(exist_ok=True)  # as beside a demo's run
     with pytest.raises(ConfigError, match=r"holds runs and is none itself; .* such as .*first"):
         write_report(run.parent, tmp_path / "report.html")
     with pytest.raises(ConfigError, match="print it as PDF"):

@@ -52,7 +52,7 @@ def _smp(name: str, model_name: str, settings: dict[str, Literal], published: bo
     timm = import_library("timm", name, extra="timm") if encoder.startswith("tu-") else None
     if not (timm and timm.is_model(encoder[3:])) and encoder not in smp.encoders.get_encoder_names():
         refuse_unknown(name, encoder, smp.encoders.get_encoder_names())
-    if timm is None and published:  # of its own encoders smp leaves out what it does not know, without a word
+    if timm is None:  # of its own encoders smp leaves out what it does not know, without a word
         build = smp.MODEL_ARCHITECTURES_MAPPING[model_name.lower()]
         known = [*inspect.signature(build).parameters, "decoder_use_batchnorm"]
         for key in settings.keys() - known:

@@ -243,7 +243,7 @@ def gather(
     if not run_dir.is_dir():
         raise ConfigError(f"there is no run folder {run_dir}; name the folder that a training run wrote")
     files = RunFolder(run_dir)
-    if files.leftover() is None and (inside := run_inside(run_dir)) is not None:
+    if not files.config.exists() and (inside := run_inside(run_dir)) is not None:
         raise ConfigError(f"{run_dir} holds runs and is none itself; name one of them, such as {inside}")
     if folder is not None and not folder.is_dir():
         raise ConfigError(f"there is no folder of predictions {folder}; name the --out of 'gigagrad predict'")
